@@ -1,0 +1,72 @@
+"""Definition, kernel, launcher: one file per operation, and the rule that picks between them.
+
+    CUDA tensor                                     the Triton kernel, compiled
+    CPU tensor and TRITON_INTERPRET=1               the same kernel, interpreted: slow, exact, debuggable
+    everything else (and everything without Triton) the definition, plain PyTorch
+
+Every launcher checks its arguments first, so a mistake gives the same message on all three roads.
+Kernel files write `from minserve.kernels import tl, triton`: where Triton is not installed (macOS, Windows)
+those names are a stand-in under which a kernel can be defined and never launched.
+"""
+
+import os
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+
+    class _Absent:
+        """Just enough of Triton for `@triton.jit` and `: tl.constexpr` to be read and ignored."""
+
+        constexpr = object
+
+        @staticmethod
+        def jit(function):
+            return function
+
+    triton = tl = _Absent()
+    HAS_TRITON = False
+
+# Triton reads the variable when it is imported and so do we: setting it later changes nothing.
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "check_alike", "check_packed", "on_triton", "tl", "triton"]
+
+
+def on_triton(tensor) -> bool:
+    """Triton runs on CUDA tensors, and on CPU tensors when it is interpreted. Nothing else decides.
+
+    One exception: the interpreter keeps bfloat16 as raw 16-bit integers, and a `tl.dot` of those is garbage.
+    """
+    if INTERPRETED:
+        return tensor.dtype is not torch.bfloat16
+    return HAS_TRITON and tensor.is_cuda
+
+
+def check_alike(who: str, **tensors) -> None:
+    """All of one dtype and on one device, or a ValueError that says which is not."""
+    (first, x), *others = tensors.items()
+    for name, y in others:
+        if y.dtype != x.dtype or y.device != x.device:
+            raise ValueError(
+                f"{who}: {first} is {x.dtype} on {x.device}, but {name} is {y.dtype} on {y.device}; "
+                f"convert one with .to()"
+            )
+
+
+def check_packed(who: str, dims: int, **tensors) -> None:
+    """The last `dims` dimensions lie in memory without gaps: `offset = ((a * B + b) * C + c)` holds for them."""
+    for name, x in tensors.items():
+        expected = 1
+        for size, stride in zip(reversed(x.shape[-dims:]), reversed(x.stride()[-dims:])):
+            if size != 1 and stride != expected:
+                raise ValueError(
+                    f"{who}: {name} {list(x.shape)} has strides {list(x.stride())}; its last {dims} dimension(s) "
+                    f"must be contiguous (stride {expected} where {stride} is); pass {name}.contiguous()"
+                )
+            expected *= size
