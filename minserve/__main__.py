@@ -1,0 +1,33 @@
+"""The commands: `python -m minserve COMMAND --help` explains each."""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {  # name: (module with add_arguments and main, one line)
+    "chat": ("minserve.chat", "talk to the model in this terminal, token by token"),
+    "fetch": ("minserve.fetch", "get a model onto this disk, once"),
+    "doctor": ("minserve.doctor", "check this machine, one line per thing a bug report needs"),
+    "bench": ("minserve.bench", "measure one thing: bound, measured, ratio"),
+    "ladder": ("minserve.bench.ladder", "measure every rung built so far and draw them"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="minserve", description="How LLM serving works, by one that works.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    argv = sys.argv[1:] if argv is None else argv
+    for name, (module, line) in COMMANDS.items():
+        command = commands.add_parser(name, help=line, description=f"minserve {name}: {line}.")
+        if argv[:1] == [name]:  # only the command that runs is imported: `doctor` must work where torch does not
+            command.set_defaults(main=importlib.import_module(module).main)
+            importlib.import_module(module).add_arguments(command)
+    args = parser.parse_args(argv)
+    return args.main(args)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
