@@ -1,0 +1,1 @@
+"""The laboratory: measure, predict, draw, check an exercise. It looks at minserve; nothing looks back."""
