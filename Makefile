@@ -1,0 +1,8 @@
+# Every target is `python tasks.py NAME`; that is also what to type where there is no make.
+PYTHON ?= python3
+
+.DEFAULT_GOAL := help
+.PHONY: run test lab quick gpu bench notebooks figures clean help
+
+run test lab quick gpu bench notebooks figures clean help:
+	@$(PYTHON) tasks.py $@

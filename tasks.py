@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+"""Everything one does with this repository: python tasks.py NAME, or make NAME. Standard library only.
+
+Each task is a function below, and each works as the first command on a fresh machine: it makes .venv and
+installs requirements.txt into it, unless a stamp says that this Python has already installed just these.
+(Only `gpu` and `clean` do not: the first runs with the Python it is given, the second needs nothing.)
+This file alone stays readable to old Pythons, so that they can be told which one is needed.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+STAMP = VENV / "installed"
+OLDEST = (3, 11)
+CORE_BUDGET = 2500  # non-blank lines on floors 0 to 5
+CORE_ABOVE = {"lab", "bench", "cluster", "__main__", "chat", "doctor", "server", "metrics", "simulator"}
+STRICT = [
+    "notebooks/00_the_machine.ipynb",
+    "notebooks/03_kv_cache.ipynb",
+]  # their arithmetic is the same everywhere
+GPU_BENCHES = ["decode", "prefill", "prefill-attention", "ctx-slope"]
+BENCHES = ["decode", "prefill"]  # what a machine without a GPU has something to say about
+
+
+# ---------------------------------------------------------------- tasks
+def run_():
+    """set up, then: one streamed chat answer, the ladder measured on this machine, figures/ladder.png"""
+    setup()
+    prompt = "In two sentences, why is the sky blue?"
+    module("fetch")
+    module("chat", "--prompt", prompt, "--stats")
+    module("ladder")
+    print(f"\nThe ladder is drawn in {ROOT / 'figures' / 'ladder.png'}")
+    print("Next: `make lab` opens the notebooks; `python -m minserve chat` (in .venv) keeps talking.")
+
+
+def test():
+    """set up, then every check: lint, floors, definitions, kernels interpreted and compiled, notebooks"""
+    setup()
+    tests = pytest("tests", "--ignore=tests/kernels", "--ignore=tests/test_floors.py")
+    tests += ["--ignore=tests/test_notebooks.py", "--durations=8"]
+    notebooks = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    strict = [n for n in notebooks if Path(n).as_posix() in STRICT]
+    steps = [
+        ("lint", [py("-m", "ruff", "check", "."), py("-m", "ruff", "format", "--check", ".")], {}),
+        ("floors and shape", [pytest("tests/test_floors.py", "tests/test_notebooks.py")], {}),
+        ("model", [py("-m", "minserve", "fetch")], {}),
+        ("definitions", [tests], {}),
+    ]
+    if has_triton():
+        steps += [
+            ("kernels, interpreted", [pytest("tests/kernels", "--durations=8")], {"TRITON_INTERPRET": "1"}),
+            ("kernels, compiled", [py("-m", "minserve.kernels.compile_report", "--check")], {}),
+        ]
+    else:
+        print(f"No triton for {sys.platform}: its two steps are left out; the definitions are tested.")
+    if notebooks:
+        lax = pytest("--nbval-lax", *[n for n in notebooks if n not in strict])
+        steps.append(("notebooks", [lax] + ([pytest("--nbval", *strict)] if strict else []), {}))
+    steps.append(("size", [py("tasks.py", "lines")], {}))
+    finish([step(i, len(steps), *what) for i, what in enumerate(steps, 1)])
+
+
+def quick():
+    """the inner loop, under 90 seconds: lint, floors, what is not marked slow, kernels on small shapes"""
+    setup()
+    fast = ["-m", "not slow", "-q", "-x"]
+    steps = [
+        ("lint", [py("-m", "ruff", "check", "."), py("-m", "ruff", "format", "--check", ".")], {}),
+        ("definitions", [pytest("tests", "--ignore=tests/kernels", *fast)], {}),
+    ]
+    if has_triton():
+        steps.append(("kernels, interpreted", [pytest("tests/kernels", *fast)], {"TRITON_INTERPRET": "1"}))
+    finish([step(i, len(steps), *what) for i, what in enumerate(steps, 1)])
+
+
+def lab():
+    """JupyterLab on the notebooks"""
+    setup()
+    module("fetch")
+    check(py("-m", "jupyterlab", "notebooks"))
+
+
+def bench():
+    """every benchmark this machine can run, JSON under figures/data/"""
+    setup()
+    module("fetch")
+    finish(benchmarks(str(PYTHON), GPU_BENCHES if has_cuda(str(PYTHON)) else BENCHES))
+
+
+def gpu():
+    """kernels' tests and benchmarks on a CUDA machine, with PYTHON=...: installs nothing, no network"""
+    python = sys.executable
+    if not has_cuda(python):
+        stop(
+            f"{python} has no torch that sees a CUDA device.\n"
+            "  Give another one: make gpu PYTHON=/path/to/python\n"
+            "  It needs torch 2.11 to 2.13 with triton, transformers, safetensors, numpy and pytest."
+        )
+    names = {"PYTHONPATH": str(ROOT)}  # the package is not installed into a Python that is not ours
+    results = [step(1, 1 + len(GPU_BENCHES), "kernels", [[python, "-m", "pytest", "tests/kernels"]], names)]
+    finish(results + benchmarks(python, GPU_BENCHES, before=1))
+
+
+def notebooks():
+    """execute every notebook in place, in a clean kernel, and strip what would differ on another machine"""
+    setup()
+    module("fetch")
+    check(py("tasks.py", "execute"))
+
+
+def figures():
+    """draw figures/*.png again from the recorded numbers in figures/data/: measures nothing"""
+    setup()
+    check(py("-m", "minserve.lab.figures"))
+
+
+def clean():
+    """remove .venv and caches; the fetched model in ~/.cache/minserve stays"""
+    for path in [VENV, ROOT / ".pytest_cache", ROOT / ".ruff_cache", ROOT / ".hypothesis", ROOT / "build"]:
+        shutil.rmtree(str(path), ignore_errors=True)
+    for path in [
+        *ROOT.glob("*.egg-info"),
+        *ROOT.glob("minserve/**/__pycache__"),
+        *ROOT.glob("tests/**/__pycache__"),
+    ]:
+        shutil.rmtree(str(path), ignore_errors=True)
+
+
+def help_():
+    """this list"""
+    print("make NAME, or python tasks.py NAME\n")
+    for name, task in TASKS.items():
+        print(f"  {name:<10} {task.__doc__}")
+
+
+# ---------------------------------------------------------------- parts of tasks, run inside .venv
+def lines():
+    """The core package, floors 0 to 5, in non-blank lines against its budget."""
+    total = 0
+    for path in sorted((ROOT / "minserve").rglob("*.py")):
+        unit = path.relative_to(ROOT / "minserve").with_suffix("").parts[0]
+        if unit not in CORE_ABOVE:
+            count = sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+            total += count
+            print(f"  {count:5}  {path.relative_to(ROOT).as_posix()}")
+    print(f"  {total:5}  of {CORE_BUDGET} non-blank lines, floors 0 to 5")
+    if total > CORE_BUDGET:
+        stop(f"The core is {total - CORE_BUDGET} lines over its budget: simplify before adding.")
+
+
+def execute():
+    """Run notebooks top to bottom in fresh kernels; keep outputs, drop timestamps and widget state."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        print(f"{path.name:<40}", end="", flush=True)
+        start = time.time()
+        book = nbformat.read(str(path), as_version=4)
+        NotebookClient(
+            book, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        ).execute()
+        book.metadata = {
+            "kernelspec": book.metadata.get("kernelspec", {}),
+            "language_info": {"name": "python"},
+        }
+        for number, cell in enumerate(book.cells):
+            cell.id, cell.metadata = f"cell-{number:02}", {}
+        nbformat.write(book, str(path))
+        print(f"{time.time() - start:6.1f} s")
+
+
+# ---------------------------------------------------------------- set-up
+def setup():
+    """Make .venv and install the requirements, once."""
+    if sys.version_info < OLDEST:
+        stop(
+            f"minserve needs Python 3.11 or newer; this is {sys.version.split()[0]} ({sys.executable}).\n"
+            "  Run it with another one: make PYTHON=python3.12 NAME, or python3.12 tasks.py NAME."
+        )
+    wanted = fingerprint()
+    if STAMP.is_file() and STAMP.read_text() == wanted and works(PYTHON):
+        return
+    start = time.time()
+    if not works(PYTHON):
+        make_venv()
+    print("Installing requirements.txt into .venv (the first time this downloads torch) ...", flush=True)
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install"]
+    for command in (pip + ["-r", "requirements.txt"], pip + ["-q", "--no-deps", "-e", "."]):
+        if subprocess.call(command, cwd=str(ROOT), stdin=subprocess.DEVNULL):
+            stop(
+                f"Installing failed; tried: {' '.join(command)}\n"
+                "  No network: set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER, a folder with the wheels.\n"
+                "  A proxy: set HTTPS_PROXY. A mirror: set PIP_INDEX_URL.\n"
+                "  Disk full: torch needs 1 GB (CPU) to 6 GB (CUDA), and as much in TMPDIR on the way.\n"
+                "  A damaged .venv: make clean, then again."
+            )
+    STAMP.write_text(wanted)
+    print(f"Set up in {time.time() - start:.0f} s.", flush=True)
+
+
+def fingerprint():
+    text = "".join(
+        (ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "pyproject.toml")
+    )
+    return hashlib.sha256(f"{text} {sys.version} {ROOT}".encode()).hexdigest()
+
+
+def works(python):
+    return (
+        python.is_file()
+        and subprocess.call([str(python), "-c", "import pip"], stderr=subprocess.DEVNULL) == 0
+    )
+
+
+def make_venv():
+    print(f"Making .venv with {sys.executable} ...", flush=True)
+    shutil.rmtree(str(VENV), ignore_errors=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", str(VENV)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode or not works(PYTHON):
+        shutil.rmtree(str(VENV), ignore_errors=True)
+        said = done.stdout.decode(errors="replace").strip()[-400:]
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        stop(
+            f"{sys.executable} cannot make a virtual environment:\n    {said}\n"
+            f"  Debian and Ubuntu keep that in a package of its own: sudo apt-get install {package}\n"
+            "  Or use another Python: make PYTHON=/path/to/python NAME."
+        )
+
+
+# ---------------------------------------------------------------- running things
+def py(*args):
+    return [str(PYTHON)] + list(args)
+
+
+def pytest(*args):
+    return py("-m", "pytest", *args)
+
+
+def module(*args):
+    check(py("-m", "minserve", *args))
+
+
+def check(command):
+    code = subprocess.call(command, cwd=str(ROOT))
+    if code:
+        stop(f"{' '.join(command)} ended with {code}.", code)
+
+
+def has_triton():
+    return subprocess.call(py("-c", "import triton"), stderr=subprocess.DEVNULL) == 0
+
+
+def has_cuda(python):
+    look = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    return subprocess.call([python, "-c", look], stderr=subprocess.DEVNULL) == 0
+
+
+def benchmarks(python, names, before=0):
+    """One step per benchmark; one that fails does not stop the next."""
+    (ROOT / "figures" / "data").mkdir(parents=True, exist_ok=True)
+    device = "gpu" if has_cuda(python) else "cpu"
+    results = []
+    for i, name in enumerate(names, 1 + before):
+        into = f"figures/data/{name.replace('-', '_')}_{device}.json"
+        command = [python, "-m", "minserve", "bench", name, "--json", into]
+        results.append(step(i, before + len(names), "bench " + name, [command], {"PYTHONPATH": str(ROOT)}))
+    return results
+
+
+def step(number, of, name, commands, variables):
+    """Run one step, its output visible, and say how long it took: (name, seconds, exit code)."""
+    print(f"\n=== {number}/{of}  {name}", flush=True)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(variables)
+    start, code = time.time(), 0
+    for command in commands:
+        code = subprocess.call(command, cwd=str(ROOT), env=env, stdin=subprocess.DEVNULL) or code
+    return name, time.time() - start, code
+
+
+def finish(results):
+    print("\n=== summary")
+    for name, seconds, code in results:
+        print(f"  {'FAILED' if code else 'ok':<6} {name:<24} {seconds:7.1f} s")
+    failed = [name for name, _, code in results if code]
+    failures = f"{len(failed)} of {len(results)} steps failed: {', '.join(failed)}"
+    print("  " + (failures if failed else "all passed"))
+    sys.exit(1 if failed else 0)
+
+
+def stop(message, code=1):
+    print("\n" + message, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+TASKS = {
+    "run": run_,
+    "test": test,
+    "lab": lab,
+    "quick": quick,
+    "gpu": gpu,
+    "bench": bench,
+    "notebooks": notebooks,
+    "figures": figures,
+    "clean": clean,
+    "help": help_,
+}
+PARTS = {"lines": lines, "execute": execute}
+
+
+def main(args):
+    if len(args) != 1 or args[0] not in {**TASKS, **PARTS}:
+        help_()
+        sys.exit(0 if not args or args[0] in ("-h", "--help") else f"\nNo task {' '.join(args)!r}.")
+    try:
+        {**TASKS, **PARTS}[args[0]]()
+    except KeyboardInterrupt:
+        stop("Stopped.", 130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
