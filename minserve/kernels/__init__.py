@@ -10,6 +10,7 @@ those names are a stand-in under which a kernel can be defined and never launche
 """
 
 import os
+from functools import cache
 
 import torch
 
@@ -35,7 +36,17 @@ except ImportError:
 # Triton reads the variable when it is imported and so do we: setting it later changes nothing.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "check_alike", "check_packed", "on_triton", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "architecture",
+    "check_alike",
+    "check_packed",
+    "has_matrix_units",
+    "on_triton",
+    "tl",
+    "triton",
+]
 
 
 def on_triton(tensor) -> bool:
@@ -46,6 +57,28 @@ def on_triton(tensor) -> bool:
     if INTERPRETED:
         return tensor.dtype is not torch.bfloat16
     return HAS_TRITON and tensor.is_cuda
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """What the kernel will be compiled for: "sm_90", "gfx942", or "interpreter"."""
+    if INTERPRETED or device.type != "cuda":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def has_matrix_units(dtype: torch.dtype, arch: str) -> bool:
+    """Does `tl.dot` become matrix instructions there? If not, it is plain multiply-adds and wants small tiles.
+
+    fp32 does not on NVIDIA: exactness is promised ("ieee"), and the tensor cores would round to tf32. Turing
+    (sm_75) has tensor cores, but Triton has no path to them.
+    """
+    if arch.startswith("gfx"):
+        return True
+    return arch.startswith("sm_") and arch != "sm_75" and dtype.itemsize <= 2
 
 
 def check_alike(who: str, **tensors) -> None:
