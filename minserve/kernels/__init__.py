@@ -44,6 +44,7 @@ __all__ = [
     "check_packed",
     "has_matrix_units",
     "on_triton",
+    "processors",
     "tl",
     "triton",
 ]
@@ -68,6 +69,14 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors that can each hold a program; the interpreter plays a small GPU of 16."""
+    if INTERPRETED or device.type != "cuda":
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def has_matrix_units(dtype: torch.dtype, arch: str) -> bool:
