@@ -7,7 +7,7 @@
     merge                    two finished results over different keys: weights exp(lse)
 
 After any sequence of updates and merges, in any order, out = softmax(all scores) @ all values. It is what
-kernels/prefill_attention.py and kernels/decode_attention.py do with tiles on a chip, in a form to try by hand.
+kernels/prefill_attention.py and kernels/decode_attention.py do with tiles on a chip, to try by hand.
 
 Cost     nothing larger than one piece of scores is ever stored.
 Sources  Milakov and Gimelshein 2018 (arXiv:1805.02867); FlashAttention-2, Dao 2023 (arXiv:2307.08691).
