@@ -190,11 +190,12 @@ def tiles(D: int, dtype, arch: str, group: int) -> dict:
     """
     block_d = max(16, triton.next_power_of_2(D))
     block = dict(BLOCK_R=max(16, triton.next_power_of_2(group)), BLOCK_D=block_d, num_warps=4)
+    keys = 1 if block_d <= 128 else 2                       # head 256: half as many keys per tile, as many bytes
     if not has_matrix_units(dtype, arch):
-        return dict(block, BLOCK_N=32, num_stages=1)
+        return dict(block, BLOCK_N=32 // keys, num_stages=1)
     if arch.startswith("gfx"):
-        return dict(block, BLOCK_N=64, num_stages=1)
-    return dict(block, BLOCK_N=64, num_stages=3)
+        return dict(block, BLOCK_N=64 // keys, num_stages=1)
+    return dict(block, BLOCK_N=64 // keys, num_stages=3)
 
 
 def _check(q, k_cache, v_cache, lengths, max_length):

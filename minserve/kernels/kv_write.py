@@ -60,7 +60,7 @@ def kv_write(k, v, k_cache, v_cache, slots) -> None:
         _kv_write_kernel[(T,)](
             k, v, k_cache, v_cache, slots,
             k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0),
-            ROW=G * D, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+            ROW=G * D, BLOCK=block, num_warps=min(8, max(1, block // 512)),
         )
 
 

@@ -196,14 +196,27 @@ def prefill_attention(
 
 
 def tiles(D: int, dtype, arch: str) -> dict:
-    """Tile sizes, warps and pipeline stages for one head size, dtype and architecture ("sm_90", "gfx942", ...)."""
+    """Tile sizes, warps and pipeline stages for one head size, dtype and architecture ("sm_90", "gfx942", ...).
+
+    The accumulator, BLOCK_M x D in fp32, lives in registers; that is what limits the rest.
+    Hopper     128 rows are two warp groups of 64, the shape wgmma wants; 3 stages: two tiles on their way while one is used
+    Ampere     its mma.sync holds its operands in registers too, so head 128 leaves room for half as many keys
+    AMD        64 KiB of shared memory hold one tile of keys and values, not three
+    no units   plain multiply-adds keep whole rows of operands in registers: a quarter of the tile, or it spills
+    """
     block_d = max(16, triton.next_power_of_2(D))
     if not has_matrix_units(dtype, arch):
-        block = dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
+        size = 32 if block_d <= 64 else 16
+        block = dict(BLOCK_M=size, BLOCK_N=size, num_warps=8, num_stages=1)
     elif arch.startswith("gfx"):
         block = dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=1)
     else:
         block = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
+        if block_d > 64 and arch < "sm_90":
+            block["BLOCK_N"] = 32
+    if block_d > 128:                                       # twice the accumulator: half the rows and keys
+        block["BLOCK_M"] = max(16, block["BLOCK_M"] // 2)
+        block["BLOCK_N"] = max(16, block["BLOCK_N"] // 2)
     return dict(block, BLOCK_D=block_d)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from minserve.kernels import check_alike, check_packed, on_triton, tl, triton
 
-BLOCK_I = 1024                                            # channels per program: 8 per thread, one 16-byte load
+BLOCK_I = 2048                                            # channels per program: one or two 16-byte loads per thread
 
 
 # ---------------------------------------------------------------- the definition

@@ -1,0 +1,93 @@
+"""rms_norm, rope, silu_mul, kv_write, stream: each equals its definition, on strided rows in poisoned memory."""
+
+import kernel_checks as checks
+import pytest
+import torch
+from kernel_checks import DEVICE, DTYPES, needs_kernel, randn
+
+from minserve.kernels import kv_write, rms_norm, rope, silu_mul, stream
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("T, E, seed", [(1, 64, 0), (3, 100, 1), (2, 576, 2), (4, 1025, 3), (0, 64, 0)])
+def test_rms_norm(T, E, seed, dtype):
+    checks.check_rms_norm(rms_norm, T, E, dtype, seed)
+
+
+@needs_kernel
+def test_rms_norm_of_tiny_rows_is_governed_by_eps():
+    checks.check_rms_norm(rms_norm, size=1e-3)
+    checks.check_rms_norm(rms_norm, size=0.0)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize(
+    "T, H, G, D", [(3, 6, 2, 64), (1, 4, 4, 128), (2, 4, 1, 96), (2, 9, 3, 80), (2, 9, 3, 24), (0, 6, 2, 64)]
+)
+def test_rope(T, H, G, D, dtype):
+    checks.check_rope(rope, T, H, G, D, dtype)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("T, I", [(1, 64), (3, 100), (2, silu_mul.BLOCK_I), (2, silu_mul.BLOCK_I + 1), (0, 64)])
+def test_silu_mul(T, I, dtype):  # noqa: E741
+    checks.check_silu_mul(silu_mul, T, I, dtype)
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore:overflow encountered")   # numpy's remark under the interpreter: 1 / inf is meant
+def test_silu_mul_does_not_overflow():
+    gate = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4]], device=DEVICE)
+    assert silu_mul.silu_mul(gate, torch.ones_like(gate)).tolist() == [[0.0, 0.0, 0.0, 100.0, 1e4]]
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("slots", [[0], [7, 0], [5, -1, 0, 7], [-1, -1], []], ids=str)
+@pytest.mark.parametrize("G, D", [(2, 64), (1, 24), (3, 80)])
+def test_kv_write(slots, G, D, dtype):
+    checks.check_kv_write(kv_write, slots, G=G, D=D, dtype=dtype) if slots else _nothing_to_write(G, D, dtype)
+
+
+def _nothing_to_write(G, D, dtype):
+    empty, cache = randn(0, G, D, dtype=dtype), randn(4, G, D, dtype=dtype)
+    before = cache.clone()
+    kv_write.kv_write(empty, empty, cache, cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    assert torch.equal(cache, before)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("numel", [1, 8191, 8192, 8193, 20_000])
+def test_stream(numel, dtype):
+    checks.check_stream(stream, numel, dtype)
+
+
+# ---------------------------------------------------------------- bad input, on every road
+def test_refusals_say_what_to_change():
+    x, w = randn(2, 8), randn(8)
+    q, k, angle = randn(2, 4, 8), randn(2, 2, 8), randn(2, 4)
+    cache, slots = randn(5, 2, 8), torch.tensor([0, 1], device=DEVICE)
+    for call, message in [
+        (lambda: rms_norm.rms_norm(x, randn(7), 1e-5), r"weight \[7\]"),
+        (lambda: rms_norm.rms_norm(x.half(), w, 1e-5), "x is torch.float16 .* weight is torch.float32"),
+        (lambda: rms_norm.rms_norm(randn(8, 2).T, w, 1e-5), r"strides \[1, 2\].*x.contiguous\(\)"),
+        (lambda: rms_norm.add_rms_norm(x, randn(3, 8), w, 1e-5), r"residual \[3, 8\] does not go with x \[2, 8\]"),
+        (lambda: rope.rope(randn(2, 4, 7), randn(2, 2, 7), angle, angle), "dimension 7 is odd"),
+        (lambda: rope.rope(q, randn(3, 2, 8), angle, angle), "the 2 tokens and 8 channels"),
+        (lambda: rope.rope(q, k, angle.half(), angle), r"cos is \[2, 4\] torch.float16.*\[2, 4\] torch.float32"),
+        (lambda: rope.rope(q, k, angle, angle[:1]), r"sin is \[1, 4\]"),
+        (lambda: silu_mul.silu_mul(x, randn(2, 9)), r"gate \[2, 8\] and up \[2, 9\]"),
+        (lambda: kv_write.kv_write(k, k, cache, cache, slots.int()), r"slots is \[2\] torch.int32"),
+        (lambda: kv_write.kv_write(k, k, cache, randn(5, 2, 9), slots), "must agree"),
+        (lambda: kv_write.kv_write(k, k, cache.half(), cache, slots), "k_cache is torch.float16"),
+        (lambda: stream.copy(x, randn(3, 8)), "differ in shape"),
+        (lambda: stream.total(randn(8, 2).T), r"x.contiguous\(\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
