@@ -1,0 +1,57 @@
+"""The benchmarks: bound, measured, ratio, against transformers in the same run; JSON on request.
+
+    python -m minserve bench decode [--json FILE] [--model NAME] [--dtype bfloat16] [--quick]
+    python -m minserve bench all --json FOLDER
+
+One module per benchmark, each `run(options) -> Report`. A bound is physics measured in the same process,
+before and after (lab.roofline.ceilings); a ratio is the share of it that was reached. `--quick` proves that a
+benchmark runs, and nothing else.
+"""
+
+import sys
+from pathlib import Path
+
+from minserve.bench import ctx_slope, decode, decode_attention, prefill, prefill_attention, roofline
+from minserve.bench.common import Options, add_model_arguments
+from minserve.kernels import INTERPRETED
+
+BENCHES = {
+    "roofline": roofline.run,
+    "decode": decode.run,
+    "prefill": prefill.run,
+    "prefill-attention": prefill_attention.run,
+    "decode-attention": decode_attention.run,
+    "ctx-slope": ctx_slope.run,
+}
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("name", choices=[*BENCHES, "all"], help="what to measure")
+    parser.add_argument("--json", type=Path, help="write the report to this file (a folder for `all`)")
+    add_model_arguments(parser)
+
+
+def main(args) -> int:
+    names = list(BENCHES) if args.name == "all" else [args.name]
+    if problem := refusal(args):
+        print(f"bench: {problem}", file=sys.stderr)
+        return 2
+    for name in names:
+        report = BENCHES[name](Options.of(args, name, f"bench {name}"))
+        print(report.table() + "\n", flush=True)
+        if args.json:
+            report.save(args.json / f"{name}.json" if args.name == "all" else args.json)
+    return 0
+
+
+def refusal(args) -> str | None:
+    """What makes measuring pointless or impossible, said before any work is done."""
+    if INTERPRETED:
+        return (
+            "TRITON_INTERPRET=1 is set, and the interpreter's times are not kernel times; unset it to measure"
+        )
+    if args.json and args.name == "all" and args.json.is_file():
+        return f"--json {args.json} is a file, and `all` writes one file per benchmark: give a folder"
+    if args.json and args.name != "all" and args.json.is_dir():
+        return f"--json {args.json} is a folder: give a file, such as {args.json / (args.name + '.json')}"
+    return None

@@ -1,0 +1,163 @@
+"""What every benchmark needs: its options, models, greedy rates, and ceilings measured before and after."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from minserve import fetch, weights
+from minserve.config import SHAPES, ModelConfig
+from minserve.lab.report import Report, quantity
+from minserve.lab.roofline import Ceilings, Machine, ceilings, name_of
+from minserve.model import Model
+
+GPU_SHAPES = ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"]
+
+
+@dataclass(frozen=True)
+class Options:
+    name: str
+    command: str  # as it would be typed again
+    model: str | None  # None: what the benchmark chooses for this machine
+    dtype: torch.dtype
+    quick: bool
+
+    @classmethod
+    def of(cls, args, name: str, command: str) -> "Options":
+        words = ["python -m minserve", command]
+        words += [f"--model {args.model}"] if args.model else []
+        words += [f"--dtype {args.dtype}"] if args.dtype else []
+        words += ["--quick"] if args.quick else []
+        dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
+        return cls(name, " ".join(words), args.model, dtype, args.quick)
+
+    @property
+    def dtype_name(self) -> str:
+        return name_of(self.dtype)
+
+    @property
+    def repeats(self) -> int:
+        return 3 if self.quick else 20
+
+    @property
+    def at_most(self) -> float:
+        """Seconds of repeating per model: a benchmark under 90 s on 2 cores, all under 9 minutes on a GPU."""
+        return 5 if self.quick else 25 if on_gpu() else 45
+
+    def report(self) -> Report:
+        return Report(self.name, self.command)
+
+    def progress(self, what: str):
+        """Something to look at while a measurement runs, on a terminal only."""
+        return Progress(f"{self.name}: {what}")
+
+
+def add_model_arguments(parser) -> None:
+    shapes = ", ".join(SHAPES)
+    parser.add_argument("--model", help=f"folder, hub id, or random weights in a real shape: {shapes}")
+    parser.add_argument(
+        "--dtype", choices=list(weights.DTYPES), help="default: bfloat16 where the device has it"
+    )
+    parser.add_argument("--quick", action="store_true", help="prove that it runs; the numbers mean nothing")
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> str:
+    return "cuda" if on_gpu() else "cpu"
+
+
+def usual_dtype() -> torch.dtype:
+    """bfloat16, except on GPUs before Ampere, which only have fp16 tensor cores."""
+    old = on_gpu() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
+# ---------------------------------------------------------------- models
+def chosen(options: Options) -> list[str | None]:
+    """The models to measure: the one asked for; else SmolLM2, and on a GPU the real shapes that fit."""
+    if options.model:
+        return [options.model]
+    if not on_gpu():
+        return [None]
+    here = [] if fetch.faults(fetch.default_folder()) else [None]
+    return [name for name in GPU_SHAPES if fits(SHAPES[name], options.dtype)] + here
+
+
+def fits(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Weights in at most three quarters of what is free: the rest is for caches and activations."""
+    free, _ = torch.cuda.mem_get_info()
+    return config.num_params * dtype.itemsize < 0.75 * free
+
+
+def load(name: str | None, dtype: torch.dtype) -> Model:
+    if name in SHAPES:
+        return Model.random(SHAPES[name], dtype, device())
+    return weights.load(fetch.resolve(name), dtype, device())
+
+
+def label(name: str | None) -> str:
+    """A model's name in a row: the last part of a path, so that no machine's folders end up in a report."""
+    return (name or fetch.DEFAULT_MODEL).rstrip("/").split("/")[-1]
+
+
+def random_prompt(config: ModelConfig, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (tokens,), generator=generator).tolist()
+
+
+def clean_up() -> None:
+    """Give the last model's memory back before the next one is built."""
+    if on_gpu():
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- denominators
+def settle(before: Ceilings, after: Ceilings, dtype: torch.dtype) -> tuple[Machine, str]:
+    """The machine as it was at its best around a measurement, and a note if it did not hold still.
+
+    10 % on a CPU, whose neighbours come and go, 3 % on a GPU, is what may pass in silence.
+    """
+    first, last = before.machine(dtype), after.machine(dtype)
+    best = Machine(first.name, max(first.read_bandwidth, last.read_bandwidth), max(first.flops, last.flops))
+    notes = []
+    for what, unit, a, b in [
+        ("read bandwidth", "B/s", first.read_bandwidth, last.read_bandwidth),
+        ("matmul rate", "FLOP/s", first.flops, last.flops),
+    ]:
+        if abs(a - b) > (0.03 if on_gpu() else 0.10) * max(a, b):
+            notes.append(f"{what} moved: {quantity(a, unit)} before, {quantity(b, unit)} after")
+    return best, "; ".join(notes)
+
+
+class Around:
+    """Measures the ceilings on entering and on leaving; `.machine` and `.note` are there afterwards."""
+
+    def __init__(self, options: Options):
+        self.options = options
+
+    def measure(self) -> Ceilings:
+        return ceilings((self.options.dtype,), self.options.quick)
+
+    def __enter__(self):
+        self.before = self.measure()
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.machine, self.note = settle(self.before, self.measure(), self.options.dtype)
+
+
+class Progress:
+    """One line on a terminal that counts rounds and disappears; nothing when the output is not a terminal."""
+
+    def __init__(self, what: str):
+        self.what, self.shown, self.start = what, sys.stderr.isatty(), time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        if self.shown:
+            end = "\r" + " " * 100 + "\r" if done == of else ""
+            print(f"\r{self.what}: {done} of at most {of}{end}", end="", file=sys.stderr, flush=True)
