@@ -108,16 +108,24 @@ def measure(
 
 
 def in_turn(
-    sides: dict[str, Callable[[], float]], *, warmup: int = 1, repeats: int = 20, at_most: float = math.inf
+    sides: dict[str, Callable[[], float]],
+    *,
+    warmup: int = 1,
+    repeats: int = 20,
+    at_most: float = math.inf,
+    each: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """What each side measured of itself, in alternating order: a b, b a, a b, ... so drift hits both."""
+    """What each side measured of itself, in alternating order: a b, b a, a b, ... so drift hits both.
+
+    each(done, of) is called after every round, for a progress line.
+    """
     for _ in range(warmup):
         for run in sides.values():
             run()
-    return collect(sides, repeats, at_most)
+    return collect(sides, repeats, at_most, each)
 
 
-def collect(sides, repeats: int, at_most: float) -> dict[str, list[float]]:
+def collect(sides, repeats: int, at_most: float, each=None) -> dict[str, list[float]]:
     samples = {name: [] for name in sides}
     order, deadline = list(sides), time.perf_counter() + at_most
     for done in range(repeats):
@@ -126,6 +134,8 @@ def collect(sides, repeats: int, at_most: float) -> dict[str, list[float]]:
         for name in order:
             samples[name].append(sides[name]())
         order.reverse()
+        if each:
+            each(done + 1, repeats)
     return samples
 
 
