@@ -95,7 +95,7 @@ class KVCache:
             kv_write(k, v, ring_k, ring_v, self._slots(layer, self.length, self.length + 1))
             return self._attention(q, ring_k, ring_v, min(self.length + 1, len(ring_k)), None)
         window = self.config.windows[layer]
-        oldest = max(self.sinks, self.length - window)
+        oldest = max(self.sinks, self.length - window + 1)  # what the chunk's first query still sees
         kept = [*range(min(self.sinks, self.length)), *range(oldest, self.length)]  # positions, in order
         past = self._slots(layer, 0, self.length)[torch.tensor(kept, dtype=torch.int64, device=q.device)]
         all_k, all_v = torch.cat([ring_k[past], k]), torch.cat([ring_v[past], v])  # [kept + T, G, D]

@@ -104,7 +104,7 @@ class Detokenizer:
         if delta:
             self.emitted += delta
         if ready == len(text) and len(self.window) > 16:
-            self._shorten(text)
+            self._shorten()
         return delta
 
     def flush(self) -> str:
@@ -119,11 +119,10 @@ class Detokenizer:
             return len(self.emitted)  # a run of byte tokens is decoded as a whole: wait for its end
         return len(text) - text.endswith(REPLACEMENT)  # at most one character is unfinished, and shows as one U+FFFD
 
-    def _shorten(self, text: str) -> None:
-        """Drop old ids, keeping the last few as context for decoders that treat a first token differently."""
+    def _shorten(self) -> None:
+        """Drop old ids, keeping some that print: a decoder may treat the first text it is given differently."""
         kept = self.window[-8:]
-        context = self.tokenizer.decode(kept)
-        if context and text.endswith(context) and REPLACEMENT not in context:
+        if context := self.tokenizer.decode(kept):
             self.window, self.emitted = kept, context
 
 

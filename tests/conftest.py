@@ -14,7 +14,7 @@ from minserve import fetch
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 # Awkward on purpose: 6 query / 2 KV heads (wrong head maps coincide at 4/2), head 16, odd vocabulary, 3 layers.
 SHAPE = dict(

@@ -31,7 +31,7 @@ PACKAGE = Path(__file__).parents[1] / "minserve"
 
 
 def imports(path: Path, package: Path):
-    """Every module a file imports, in full: relative and lazy ones too, `from minserve import x` as minserve.x."""
+    """Every module a file imports, written out: relative, lazy, `from minserve import x` as minserve.x."""
     own = ("minserve", *path.relative_to(package).with_suffix("").parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

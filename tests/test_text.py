@@ -115,6 +115,7 @@ def test_an_invalid_byte_does_not_hold_back_what_follows(real):
 def test_spaces_neither_vanish_nor_double(sentencepiece):
     assert stream(sentencepiece, [260, 261, 262]) == ["Hello", " world", " !", ""]
     check(sentencepiece, [1, 260, 261, 262, 2, 260])
+    check(sentencepiece, [260, *[1] * 20, 261])  # specials print nothing, and are no context to decode in
 
 
 def test_a_long_stream_decodes_a_short_window(real):

@@ -1,7 +1,7 @@
 """What a right kernel does, as functions: the tests call them on ours, test_mutations.py on wrong ones.
 
-Each check takes the module that holds the kernel, builds inputs whose unused memory is NaN, and asserts that the
-kernel equals the module's own definition. The definitions are compared with other people's code in test_definitions.py.
+Each check takes the module that holds the kernel, builds inputs whose unused memory is NaN, and asserts that
+the kernel equals the module's own definition. test_definitions.py compares those with other people's code.
 """
 
 import itertools
@@ -12,13 +12,13 @@ import torch
 from minserve.kernels import INTERPRETED, on_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-needs_kernel = pytest.mark.skipif(                       # else the definition would be compared with itself
+needs_kernel = pytest.mark.skipif(  # else the definition would be compared with itself
     not on_triton(torch.empty(0, device=DEVICE)), reason="no kernel here: needs TRITON_INTERPRET=1 or a GPU"
 )
-# fp32 differs by the order of sums. 16 bits: the weights are rounded before the second dot, outputs at the store;
+# fp32 differs by the order of sums. 16 bits: weights are rounded before the second dot, outputs at the store;
 # rounding is 2^-11 in fp16 and 2^-8 in bf16, relative.
 TOLERANCE = {torch.float32: dict(rtol=2e-5, atol=2e-5), torch.float16: dict(rtol=2e-3, atol=2e-3)}
-if DEVICE == "cuda":                                     # the interpreter has no bfloat16 arithmetic
+if DEVICE == "cuda":  # the interpreter has no bfloat16 arithmetic
     TOLERANCE[torch.bfloat16] = dict(rtol=1.6e-2, atol=1.6e-2)
 DTYPES = list(TOLERANCE)
 NAN = float("nan")
@@ -42,7 +42,7 @@ def moat(x, before=2, after=3):
 
 
 def wide(x, extra=5):
-    """x as a view whose rows lie further apart than they are long, NaN in between (flattened rows, [T, row])."""
+    """x as a view whose rows lie further apart than they are long, with NaN in between."""
     row = x.shape[1:].numel()
     room = torch.full((len(x), row + extra), NAN, dtype=x.dtype, device=x.device)
     room[:, :row] = x.flatten(1)
@@ -57,11 +57,13 @@ def starts(lengths):
 def check_rms_norm(module, T=3, E=100, dtype=torch.float32, seed=0, size=1.0):
     x, residual = (wide(randn(T, E, dtype=dtype, seed=seed + i) * size) for i in (0, 1))
     weight = moat(randn(E, dtype=dtype, seed=seed + 2) + 1)
-    eps = 1e-2                                           # large enough that a forgotten or misplaced eps shows
+    eps = 1e-2  # large enough that a forgotten or misplaced eps shows
     close(module.rms_norm(x, weight, eps), module.rms_norm_reference(x, weight, eps))
-    got, expected = (f(x, residual, weight, eps) for f in (module.add_rms_norm, module.add_rms_norm_reference))
+    got, expected = (
+        f(x, residual, weight, eps) for f in (module.add_rms_norm, module.add_rms_norm_reference)
+    )
     close(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])              # one addition and one rounding: exactly equal
+    assert torch.equal(got[1], expected[1])  # one addition and one rounding: exactly equal
 
 
 def check_rope(module, T=3, H=6, G=2, D=24, dtype=torch.float32, seed=0):
@@ -74,9 +76,9 @@ def check_rope(module, T=3, H=6, G=2, D=24, dtype=torch.float32, seed=0):
     assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
-def check_silu_mul(module, T=3, I=100, dtype=torch.float32, seed=0):
-    both = wide(randn(T, 2 * I, dtype=dtype, seed=seed) * 4)
-    gate, up = both[:, :I], both[:, I:]
+def check_silu_mul(module, T=3, C=100, dtype=torch.float32, seed=0):
+    both = wide(randn(T, 2 * C, dtype=dtype, seed=seed) * 4)
+    gate, up = both[:, :C], both[:, C:]
     close(module.silu_mul(gate, up), module.silu_mul_reference(gate, up))
 
 
@@ -90,7 +92,7 @@ def check_kv_write(module, slots=(5, -1, 0, 7), S=8, G=2, D=24, dtype=torch.floa
     for got, expected in zip(*caches):
         assert torch.equal(got, expected)
         room = got.as_strided((S + 5, G, D), got.stride(), got.storage_offset() - 2 * G * D)
-        assert room[:2].isnan().all() and room[-3:].isnan().all()      # the memory around the cache is untouched
+        assert room[:2].isnan().all() and room[-3:].isnan().all()  # the memory around the cache is untouched
 
 
 def check_stream(module, numel=10_000, dtype=torch.float32, seed=0):
@@ -104,7 +106,7 @@ def check_stream(module, numel=10_000, dtype=torch.float32, seed=0):
 
 # ---------------------------------------------------------------- attention
 def prefill_case(queries, keys, H, G, D, dtype=torch.float32, seed=0, size=1.0):
-    """Ragged sequences; NaN around all keys. Returns the arguments of prefill_attention without the window."""
+    """Ragged sequences; NaN around all keys. Returns prefill_attention's arguments but the window."""
     q = wide(randn(sum(queries), H, D, dtype=dtype, seed=seed) * size)
     k = moat(randn(sum(keys), G, D, dtype=dtype, seed=seed + 1), after=80)
     v = moat(randn(sum(keys), G, D, dtype=dtype, seed=seed + 2), after=80)
@@ -130,5 +132,9 @@ def decode_case(lengths, H, G, D, dtype=torch.float32, seed=0, size=1.0, spare=7
 def check_decode(module, lengths, H=6, G=2, D=32, dtype=torch.float32, seed=0, size=1.0, splits=None):
     case = decode_case(lengths, H, G, D, dtype, seed, size)
     expected = module.decode_attention_reference(*case, max(lengths))
-    got = module.decode_attention(*case, max(lengths)) if splits is None else module.attend_in_splits(*case, splits)
+    got = (
+        module.decode_attention(*case, max(lengths))
+        if splits is None
+        else module.attend_in_splits(*case, splits)
+    )
     close(got, expected)

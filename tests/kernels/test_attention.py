@@ -1,4 +1,4 @@
-"""prefill_attention and decode_attention equal their definitions: every head layout, every boundary, no stray read."""
+"""Both attention kernels equal their definitions: every head layout, every boundary, no stray read."""
 
 import kernel_checks as checks
 import pytest
@@ -10,7 +10,7 @@ from minserve.kernels import decode_attention as decode
 from minserve.kernels import prefill_attention as prefill
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-HEADS = [(6, 2, 64), (4, 4, 128), (4, 1, 96), (9, 3, 80), (9, 3, 24)]    # (H, G, D)
+HEADS = [(6, 2, 64), (4, 4, 128), (4, 1, 96), (9, 3, 80), (9, 3, 24)]  # (H, G, D)
 
 
 @needs_kernel
@@ -23,7 +23,8 @@ def test_prefill_heads(H, G, D, dtype):
 @needs_kernel
 @dtypes
 @pytest.mark.parametrize("seed, queries, keys", [
-    (0, [1], [1]), (1, [31, 1, 32], [31, 32, 33]), (2, [2], [5]), (3, [33, 64], [64, 65]), (4, [5, 2], [3, 0]),
+    (0, [1], [1]), (1, [31, 1, 32], [31, 32, 33]), (2, [2], [5]), (3, [33, 64], [64, 65]),
+    (4, [5, 2], [3, 0]),
     (5, [1, 1], [63, 129]), (6, [150], [150]), (7, [0, 3], [4, 3]),
 ])  # fmt: skip
 def test_prefill_lengths(seed, queries, keys, dtype):
@@ -32,7 +33,9 @@ def test_prefill_lengths(seed, queries, keys, dtype):
 
 @needs_kernel
 @dtypes
-@pytest.mark.parametrize("window, sinks", [(1, 0), (4, 0), (4, 2), (32, 0), (33, 3), (70, 0), (71, 1), (7, 40)])
+@pytest.mark.parametrize(
+    "window, sinks", [(1, 0), (4, 0), (4, 2), (32, 0), (33, 3), (70, 0), (71, 1), (7, 40)]
+)
 def test_prefill_window(window, sinks, dtype):
     checks.check_prefill(prefill, [40], [140], window=window, sinks=sinks, dtype=dtype)
     checks.check_prefill(prefill, [3, 4, 5, 40], [3, 4, 9, 70], window=window, sinks=sinks, dtype=dtype)
@@ -67,7 +70,7 @@ def test_decode_of_large_scores_does_not_overflow():
 @needs_kernel
 def test_decode_reads_a_layer_of_a_bigger_cache():
     q, k, v, lengths = decode_case([5, 9], 6, 2, 32)
-    both = torch.stack((k, v), dim=2).nan_to_num(0.0)                          # [B, S, 2, G, D]: strided slots
+    both = torch.stack((k, v), dim=2).nan_to_num(0.0)  # [B, S, 2, G, D]: strided slots
     got = decode.decode_attention(q, both[:, :, 0], both[:, :, 1], lengths, 9)
     checks.close(got, decode.decode_attention_reference(q, k, v, lengths, 9))
 
@@ -77,7 +80,7 @@ def test_offsets_beyond_two_to_the_31():
     """The last tokens of a cache of 2**31 elements and more; untouched memory costs nothing."""
     N, G, D = 2**21 + 5, 16, 64
     try:
-        k = torch.empty(N, G, D, dtype=torch.float16, device=DEVICE)           # 4.3 GB, of which one page is touched
+        k = torch.empty(N, G, D, dtype=torch.float16, device=DEVICE)  # 4.3 GB, of which one page is touched
     except RuntimeError as error:
         pytest.skip(f"no room for the test: {error}")
     k[-5:] = randn(5, G, D, dtype=torch.float16)
@@ -89,11 +92,12 @@ def test_offsets_beyond_two_to_the_31():
 
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can only be chosen in the interpreter")
 def test_no_program_depends_on_another(monkeypatch):
-    """The interpreter runs programs one after another and hides races: run them backwards, get the same bits."""
+    """The interpreter runs programs one after another and hides races: run them backwards, same bits."""
     from triton.runtime.interpreter import interpreter_builder
 
     p, d = prefill_case([40, 7], [70, 7], 6, 2, 32), decode_case([100, 40], 6, 2, 32)
     x, q, k, angle = randn(3, 64), randn(3, 6, 8), randn(3, 2, 8), randn(3, 4)
+
     def everything():
         return [
             prefill.prefill_attention(*p), decode.attend_in_splits(*d, 3), rms_norm.rms_norm(x, x[0], 1e-5),
@@ -114,7 +118,7 @@ def test_no_program_depends_on_another(monkeypatch):
 
 # ---------------------------------------------------------------- the split rule
 @pytest.mark.parametrize("programs, tiles, processors, splits", [
-    (8, 512, 132, 15),       # one Llama-3.1-8B sequence of 32k on an H200: 120 of 132 at once; 16 splits leave 33 waves' worth no fuller
+    (8, 512, 132, 15),       # one Llama-3.1-8B sequence of 32k on an H200: 120 of 132 processors busy
     (256, 64, 132, 1),       # 32 sequences: the GPU is full without splitting
     (106, 64, 132, 1),       # 80 % full counts as full
     (1, 4, 132, 1),          # four tiles are not worth a merge
@@ -134,7 +138,10 @@ def test_refusals_say_what_to_change():
         (lambda: run(randn(5, 5, 8), k, v, sq, sk, most), r"5 query heads cannot share 2 .*5 = 2 x 2 \+ 1"),
         (lambda: run(q, k.half(), v, sq, sk, most), "k is torch.float16"),
         (lambda: run(q, k, randn(6, 2, 8), sq, sk, most), "must be equal"),
-        (lambda: run(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, sq, sk, most), r"q.contiguous\(\)"),
+        (
+            lambda: run(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, sq, sk, most),
+            r"q.contiguous\(\)",
+        ),
         (lambda: run(q, k, v, sq, sk[:2], most), r"starts_q \[3\] and starts_k \[2\]"),
         (lambda: run(q, k, v, sq.long(), sk, most), "starts_q is torch.int64"),
         (lambda: run(q, k, v, sq, sk, most, window=0), "window of 0"),
@@ -144,11 +151,17 @@ def test_refusals_say_what_to_change():
         (lambda: step(one, cache, cache, lengths.long(), 9), "torch.int64"),
         (lambda: step(randn(3, 6, 8), cache, cache, lengths, 9), "with the 3 sequences"),
     ]
-    if DEVICE == "cpu":                                  # on a GPU these would cost a wait on every call
+    if DEVICE == "cpu":  # on a GPU these would cost a wait on every call
         cases += [
-            (lambda: run(q, k, v, starts([2, 4]), sk, 4), r"starts_q \[0, 2, 6\] must rise from 0 to at most 5"),
+            (
+                lambda: run(q, k, v, starts([2, 4]), sk, 4),
+                r"starts_q \[0, 2, 6\] must rise from 0 to at most 5",
+            ),
             (lambda: run(q, k, v, sq, sk, 2), "3 queries, more than max_queries = 2"),
-            (lambda: step(one, cache, cache, lengths, 5), "from 4 to 9 do not lie between 0 and max_length 5"),
+            (
+                lambda: step(one, cache, cache, lengths, 5),
+                "from 4 to 9 do not lie between 0 and max_length 5",
+            ),
         ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

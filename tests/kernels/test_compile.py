@@ -1,7 +1,7 @@
-"""Every kernel compiles for GPUs that are not here, without spills, within their shared memory, with wide loads.
+"""Every kernel compiles for GPUs that are not here: no spills, shared memory that fits, wide loads.
 
-The table in figures/data/compile_report.json is made afresh and compared when the Triton at hand is the one that made
-it; the gates hold for any version.
+The table in figures/data/compile_report.json is made afresh, and compared when the Triton at hand is the one
+that made it; the gates hold for any version.
 """
 
 import json

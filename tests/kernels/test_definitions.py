@@ -1,4 +1,4 @@
-"""The definitions themselves, against code that is not ours: torch's SDPA, transformers' Llama, and hand-written masks."""
+"""The definitions, against code that is not ours: torch's SDPA, transformers' Llama, masks by hand."""
 
 import pytest
 import torch
@@ -57,8 +57,8 @@ def seen_by(queries, keys, window=None, sinks=0):
 
 
 def test_masks_by_hand():
-    assert seen_by(2, 5) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]                 # bottom right, not top left
-    assert seen_by(1, 5, window=4) == [[0, 1, 1, 1, 1]]                        # 4 keys, itself included
+    assert seen_by(2, 5) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]  # bottom right, not top left
+    assert seen_by(1, 5, window=4) == [[0, 1, 1, 1, 1]]  # 4 keys, itself included
     assert seen_by(1, 6, window=2, sinks=1) == [[1, 0, 0, 0, 1, 1]]
 
 
@@ -89,7 +89,11 @@ def test_decode_attention_is_sdpa(H, G):
     got = decode.decode_attention_reference(q, k, v, n, 40)
     for b, length in enumerate(lengths):
         mask = torch.ones(1, length, dtype=torch.bool, device=q.device)
-        expected = sdpa(q[b : b + 1], k[b, :length], v[b, :length], mask) if length else torch.zeros_like(got[b : b + 1])
+        expected = (
+            sdpa(q[b : b + 1], k[b, :length], v[b, :length], mask)
+            if length
+            else torch.zeros_like(got[b : b + 1])
+        )
         torch.testing.assert_close(got[b : b + 1], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""rms_norm, rope, silu_mul, kv_write, stream: each equals its definition, on strided rows in poisoned memory."""
+"""The kernels that work row by row equal their definitions, on strided rows in poisoned memory."""
 
 import kernel_checks as checks
 import pytest
@@ -34,13 +34,17 @@ def test_rope(T, H, G, D, dtype):
 
 @needs_kernel
 @dtypes
-@pytest.mark.parametrize("T, I", [(1, 64), (3, 100), (2, silu_mul.BLOCK_I), (2, silu_mul.BLOCK_I + 1), (0, 64)])
-def test_silu_mul(T, I, dtype):  # noqa: E741
-    checks.check_silu_mul(silu_mul, T, I, dtype)
+@pytest.mark.parametrize(
+    "T, C", [(1, 64), (3, 100), (2, silu_mul.BLOCK_C), (2, silu_mul.BLOCK_C + 1), (0, 64)]
+)
+def test_silu_mul(T, C, dtype):
+    checks.check_silu_mul(silu_mul, T, C, dtype)
 
 
 @needs_kernel
-@pytest.mark.filterwarnings("ignore:overflow encountered")   # numpy's remark under the interpreter: 1 / inf is meant
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered"
+)  # numpy's remark under the interpreter: 1 / inf is meant
 def test_silu_mul_does_not_overflow():
     gate = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4]], device=DEVICE)
     assert silu_mul.silu_mul(gate, torch.ones_like(gate)).tolist() == [[0.0, 0.0, 0.0, 100.0, 1e4]]
@@ -77,10 +81,16 @@ def test_refusals_say_what_to_change():
         (lambda: rms_norm.rms_norm(x, randn(7), 1e-5), r"weight \[7\]"),
         (lambda: rms_norm.rms_norm(x.half(), w, 1e-5), "x is torch.float16 .* weight is torch.float32"),
         (lambda: rms_norm.rms_norm(randn(8, 2).T, w, 1e-5), r"strides \[1, 2\].*x.contiguous\(\)"),
-        (lambda: rms_norm.add_rms_norm(x, randn(3, 8), w, 1e-5), r"residual \[3, 8\] does not go with x \[2, 8\]"),
+        (
+            lambda: rms_norm.add_rms_norm(x, randn(3, 8), w, 1e-5),
+            r"residual \[3, 8\] does not go with x \[2, 8\]",
+        ),
         (lambda: rope.rope(randn(2, 4, 7), randn(2, 2, 7), angle, angle), "dimension 7 is odd"),
         (lambda: rope.rope(q, randn(3, 2, 8), angle, angle), "the 2 tokens and 8 channels"),
-        (lambda: rope.rope(q, k, angle.half(), angle), r"cos is \[2, 4\] torch.float16.*\[2, 4\] torch.float32"),
+        (
+            lambda: rope.rope(q, k, angle.half(), angle),
+            r"cos is \[2, 4\] torch.float16.*\[2, 4\] torch.float32",
+        ),
         (lambda: rope.rope(q, k, angle, angle[:1]), r"sin is \[1, 4\]"),
         (lambda: silu_mul.silu_mul(x, randn(2, 9)), r"gate \[2, 8\] and up \[2, 9\]"),
         (lambda: kv_write.kv_write(k, k, cache, cache, slots.int()), r"slots is \[2\] torch.int32"),
