@@ -1,5 +1,6 @@
 """What every benchmark needs: its options, models, greedy rates, and ceilings measured before and after."""
 
+import gc
 import sys
 import time
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Options:
     @classmethod
     def of(cls, args, name: str, command: str) -> "Options":
         words = ["python -m minserve", command]
-        words += [f"--model {args.model}"] if args.model else []
+        words += [f"--model {label(args.model)}"] if args.model else []
         words += [f"--dtype {args.dtype}"] if args.dtype else []
         words += ["--quick"] if args.quick else []
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
@@ -96,7 +97,10 @@ def fits(config: ModelConfig, dtype: torch.dtype) -> bool:
 def load(name: str | None, dtype: torch.dtype) -> Model:
     if name in SHAPES:
         return Model.random(SHAPES[name], dtype, device())
-    return weights.load(fetch.resolve(name), dtype, device())
+    try:
+        return weights.load(fetch.resolve(name), dtype, device())
+    except (fetch.FetchError, OSError, ValueError) as error:  # its text says what is wrong and what to do
+        raise SystemExit(f"bench: {error}") from None
 
 
 def label(name: str | None) -> str:
@@ -111,6 +115,7 @@ def random_prompt(config: ModelConfig, tokens: int) -> list[int]:
 
 def clean_up() -> None:
     """Give the last model's memory back before the next one is built."""
+    gc.collect()
     if on_gpu():
         torch.cuda.empty_cache()
 

@@ -18,6 +18,7 @@ from minserve.kv_cache import KVCache
 from minserve.lab.measure import clock, in_turn
 from minserve.lab.report import Report, Row
 from minserve.lab.roofline import kv_bytes, weight_bytes
+from minserve.model import Model
 from minserve.prefill_decode import decode_step
 
 TARGET = 0.85  # of the slope's bound, on a GPU
@@ -25,7 +26,7 @@ TARGET = 0.85  # of the slope's bound, on a GPU
 
 def run(options: Options) -> Report:
     report = options.report()
-    name = options.model or ("llama-3.1-8b" if on_gpu() and "llama-3.1-8b" in chosen(options) else None)
+    name = next(iter(chosen(options)), None)
     with Around(options) as around:
         config, times = step_times(options, name)
         clean_up()
@@ -48,7 +49,11 @@ def run(options: Options) -> Report:
 def step_times(options: Options, name: str | None):
     """(config, {side: {context: seconds of one decode step}})"""
     model = load(name, options.dtype)
-    longest = 128 if options.quick else min(model.config.context - 1, 131_072 if on_gpu() else 4096)
+    if any(window is not None for window in model.config.windows):
+        raise SystemExit(
+            f"bench: {label(name)} has sliding windows; its cost per token of context is no line"
+        )
+    longest = 128 if options.quick else longest_context(model)
     contexts = [longest // 2**i for i in (range(0, 8) if on_gpu() else range(0, 4))][::-1]
     cache = KVCache(model.config, longest + 1, model.dtype, model.device)
     for x in (*cache.k, *cache.v):
@@ -68,6 +73,15 @@ def step_times(options: Options, name: str | None):
         for who, seconds in samples.items():
             times[who][context] = seconds
     return model.config, times
+
+
+def longest_context(model: Model) -> int:
+    """What the model allows, at most 4,096 on a CPU, 131,072 on a GPU, and what memory holds: two caches."""
+    most = min(model.config.context - 1, 131_072 if on_gpu() else 4096)
+    if not on_gpu():
+        return most
+    free, _ = torch.cuda.mem_get_info()
+    return min(most, int(0.35 * free / kv_bytes(model.config, 1, model.dtype.itemsize)))
 
 
 def own_step(model, cache: KVCache, context: int):

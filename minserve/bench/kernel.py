@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from minserve.bench.common import Options, on_gpu
-from minserve.lab.measure import clock, copies_beyond_cache, in_turn, measure_graph
+from minserve.lab.measure import clock, copies_beyond_cache, graph_clock, in_turn
 
 
 def kernel_samples(options: Options, sides: dict[str, Callable], buffers: Callable, nbytes: int):
@@ -20,11 +20,10 @@ def kernel_samples(options: Options, sides: dict[str, Callable], buffers: Callab
         return in_turn(calls, repeats=options.repeats, at_most=options.at_most / 4), notes
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     sets = [first] + [buffers() for _ in range(copies_beyond_cache(nbytes, cache) - 1)]
-    samples = {}
-    for who, run in sides.items():
-        launches = [lambda run=run, own=own: run(*own) for own in sets]
-        samples[who] = measure_graph(who, launches, repeats=options.repeats).seconds
-    return samples, notes
+    replays = {
+        who: graph_clock([lambda run=run, own=own: run(*own) for own in sets]) for who, run in sides.items()
+    }
+    return in_turn(replays, warmup=3, repeats=options.repeats), notes
 
 
 def runnable(sides: dict[str, Callable], arguments) -> tuple[dict[str, Callable], list[str]]:

@@ -2,17 +2,18 @@
 
     no cache  ->  KV cache  ->  (each later technique joins the list RUNGS)
 
-First the rungs must say the same: equal tokens in fp32, where roundings do not change the answer. Only then are
-they timed, alternately, in the dtype this machine is good at; the first token belongs to prefill and is not
-counted. A slow or busy machine makes fewer new tokens, so that the whole takes two minutes at most.
+First the rungs must say the same: equal tokens in fp32, where roundings do not change the answer. Only then
+are they timed, alternately, in the dtype this machine is good at; the first token belongs to prefill and is
+not counted. A slow or busy machine makes fewer new tokens, so that the whole takes two minutes at most.
 Bound    1 / (bytes of the weights and of the KV cache so far / measured read bandwidth), one sequence
-Story    notebooks/15_the_ladder.ipynb
+Story    README.md, The ladder
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -67,14 +68,14 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
     del exact
     options = replace(options, dtype=model.dtype)
     new = 4 if options.quick else affordable(model, prompt)
-    say(
-        f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {len(prompt)} tokens of prompt, {new} new ones"
-    )
+    work = f"{len(prompt)} tokens of prompt, {new} new ones"
+    say(f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {work}")
     sides = {name: lambda rung=rung: rate(rung, model, prompt, greedy(new)) for name, rung in RUNGS}
     with Around(options) as around:
         each = options.progress("rungs")
         samples = in_turn(sides, repeats=options.repeats, at_most=options.at_most, each=each)
-    bound = 1 / decode_seconds(model.config, around.machine, 1, len(prompt) + new // 2, model.dtype.itemsize)
+    context = len(prompt) + new // 2
+    bound = 1 / decode_seconds(model.config, around.machine, 1, context, model.dtype.itemsize)
     report = options.report()
     report.where += f", {label(options.model)} in {options.dtype_name}"
     for name, rates in samples.items():
@@ -99,10 +100,11 @@ def compare(model: Model, prompt: list[int], params: SamplingParams) -> None:
     for name, other in others:
         got = list(other(model, prompt, params))
         if got != expected:
-            at = next(i for i, (a, b) in enumerate(zip(got, expected)) if a != b)
+            pairs = zip_longest(got, expected)  # a rung may also stop early
+            at, (its, should) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
             raise RuntimeError(
-                f"the ladder compares equal work, and {name!r} is not: in fp32 its token {at + 1} is {got[at]} where "
-                f"{first!r} says {expected[at]}.\n  No speed is reported for a wrong answer; run the tests."
+                f"the ladder compares equal work, and {name!r} is not: in fp32 its token {at} is {its} where "
+                f"{first!r} says {should}.\n  No speed is reported for a wrong answer; run the tests."
             )
 
 

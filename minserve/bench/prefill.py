@@ -28,7 +28,7 @@ def run(options: Options) -> Report:
         for name in chosen(options):
             measured.append((name, *prefill_samples(options, name, tokens)))
             clean_up()
-    for name, config, samples in measured:
+    for name, config, tokens, samples in measured:
         bound = tokens / prefill_seconds(config, around.machine, tokens, options.dtype.itemsize, rows=1)
         counted = prefill_flops(config, tokens, rows=1) / (tokens * flops_per_token(config))
         case = f"{label(name)} {options.dtype_name}, {tokens} tokens"
@@ -42,8 +42,9 @@ def run(options: Options) -> Report:
 
 
 def prefill_samples(options: Options, name: str | None, tokens: int):
-    """(config, seconds per side)"""
+    """(config, tokens, seconds per side)"""
     model = load(name, options.dtype)
+    tokens = min(tokens, model.config.context)
     prompt, other = random_prompt(model.config, tokens), twin(model)
     cache = KVCache(model.config, tokens, model.dtype, model.device)
     ids = torch.tensor([prompt], device=model.device)
@@ -58,4 +59,4 @@ def prefill_samples(options: Options, name: str | None, tokens: int):
 
     sides = {"minserve": lambda: clock(ours), "transformers": lambda: clock(theirs)}
     each = options.progress(label(name))
-    return model.config, in_turn(sides, repeats=options.repeats, at_most=options.at_most, each=each)
+    return model.config, tokens, in_turn(sides, repeats=options.repeats, at_most=options.at_most, each=each)

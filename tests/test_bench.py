@@ -1,0 +1,279 @@
+"""The benchmarks run, on tiny models; reports keep the schema and compare equal work. No speed is claimed."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from minserve.__main__ import main
+from minserve.bench import BENCHES, common, ctx_slope, decode, ladder, opponent
+from minserve.bench.static_step import StaticStep
+from minserve.config import SHAPES, ModelConfig, RopeConfig
+from minserve.kv_cache import KVCache
+from minserve.lab.report import Report
+from minserve.lab.roofline import Ceilings
+from minserve.model import Model
+from minserve.prefill_decode import attend_afresh, generate, generate_without_cache
+from minserve.request import SamplingParams
+
+TINY = replace(  # 6 query / 2 KV heads, head 16, an odd vocabulary, 3 layers
+    SHAPES["smollm2-135m"],
+    vocab_size=251,
+    hidden_size=96,
+    intermediate_size=76,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    context=512,
+    windows=(),
+)
+ROW = ["case", "unit", "samples", "median", "bound", "ratio", "target", "pass", "note"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors this small a second thread only waits, for long on a busy machine
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*words) -> int:
+    return main(["bench", *words, "--model", "tiny", "--quick"])
+
+
+# ---------------------------------------------------------------- every benchmark
+@pytest.mark.parametrize("name", BENCHES)
+def test_runs_prints_and_writes_the_schema(name, tmp_path, capsys):
+    path = tmp_path / "deep" / "report.json"
+    assert run(name, "--json", str(path)) == 0
+    data = json.loads(path.read_text())
+    assert list(data) == ["name", "command", "where", "versions", "date", "commit", "rows"]
+    assert data["name"] == name
+    assert data["command"] == f"python -m minserve bench {name} --model tiny --quick"
+    assert all(list(row) == ROW and len(row["samples"]) >= 3 for row in data["rows"]) and data["rows"]
+    report = Report.load(path)
+    for row in report.rows:
+        assert row.ratio is not None and row.passed in (None, row.ratio >= (row.target or 0))
+    printed = capsys.readouterr().out
+    assert all(row.case in printed for row in report.rows) and "bound" in printed and "(target)" in printed
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "prefill-attention", "decode-attention"])
+def test_both_sides_share_a_bound_and_their_ratio_is_theirs(name, tmp_path):
+    assert run(name, "--dtype", "float32", "--json", str(tmp_path / "r.json")) == 0
+    report = Report.load(tmp_path / "r.json")
+    versus = [row for row in report.rows if row.unit == "x"]
+    assert versus
+    for row in versus:
+        assert "float32" in row.case and row.bound == 1
+        case, sides = row.case.split(": ")
+        ours, theirs = (report.row(f"{case}: {side}") for side in sides.split(" / "))
+        assert ours.bound == theirs.bound and ours.unit == theirs.unit
+        expected = [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
+        assert row.samples == pytest.approx(expected, rel=1e-4)
+
+
+def test_all_writes_one_file_each(tmp_path):
+    assert run("all", "--json", str(tmp_path / "data")) == 0
+    assert {p.stem for p in (tmp_path / "data").iterdir()} == set(BENCHES)
+
+
+def test_refusals_come_before_the_work(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "file.json"
+    file.write_text("{}")
+    assert run("all", "--json", str(file)) == 2 and "give a folder" in capsys.readouterr().err
+    assert run("decode", "--json", str(tmp_path)) == 2 and "give a file" in capsys.readouterr().err
+    monkeypatch.setattr("minserve.bench.INTERPRETED", True)
+    assert run("decode") == 2 and "not kernel times" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "no-such-benchmark"])
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(tmp_path):
+    for words in (["bench", "decode"], ["bench", "ctx-slope"], ["ladder"]):
+        with pytest.raises(SystemExit, match="no-such-folder.*no such folder"):
+            main([*words, "--model", str(tmp_path / "no-such-folder"), "--quick"])
+
+
+def test_a_windowed_model_has_no_slope(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", FAMILIES["mistral"])
+    with pytest.raises(SystemExit, match="tiny has sliding windows"):
+        run("ctx-slope")
+    assert run("decode") == run("prefill") == 0
+
+
+def test_a_report_names_no_folder_of_this_machine():
+    assert common.label("/home/someone/models/Qwen3-0.6B/") == "Qwen3-0.6B"
+    assert common.label("Qwen/Qwen3-0.6B") == "Qwen3-0.6B" and common.label(None) == "SmolLM2-135M-Instruct"
+    args = type("Args", (), dict(model="/home/someone/Qwen3-0.6B", dtype=None, quick=False))
+    assert common.Options.of(args, "decode", "bench decode").command == (
+        "python -m minserve bench decode --model Qwen3-0.6B"
+    )
+
+
+def test_ceilings_that_move_are_mentioned():
+    def at(bandwidth, rate=1e12):
+        return Ceilings("here", {"copy": [bandwidth, bandwidth / 2]}, {"float32": [rate, rate / 3]})
+
+    machine, note = common.settle(at(30e9), at(31e9), torch.float32)
+    assert (machine.read_bandwidth, machine.flops, note) == (31e9, 1e12, "")
+    machine, note = common.settle(at(40e9), at(30e9, 2e12), torch.float32)
+    assert (machine.read_bandwidth, machine.flops) == (40e9, 2e12), "a bound is the best that was seen"
+    assert "40.0 GB/s before, 30.0 GB/s after" in note and "matmul rate moved" in note
+
+
+# ---------------------------------------------------------------- equal work
+LLAMA3 = RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, 64)
+FAMILIES = {
+    "llama": TINY,
+    "llama-untied": replace(TINY, tied=False),
+    "llama-biases": replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "llama3-rope": replace(TINY, rope=LLAMA3),
+    "linear-rope": replace(TINY, rope=RopeConfig(10_000.0, "linear", 4.0)),
+    "qwen2": replace(TINY, family="qwen2", qkv_bias=True),
+    "qwen2-window": replace(TINY, family="qwen2", qkv_bias=True, windows=(None, 8, 8)),
+    "qwen3": replace(TINY, family="qwen3", qk_norm=True, hidden_size=80, tied=False),
+    "mistral": replace(TINY, family="mistral", windows=(8, 8, 8)),
+}
+
+
+def uneven(config: ModelConfig) -> Model:
+    """A random model whose norms and biases are no ones and zeros: forgetting one must show."""
+    model = Model.random(config)
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            nn.init.normal_(weight, mean=1.0, std=0.3, generator=generator)
+        else:
+            weight.mul_(5)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_opponent_is_the_same_model(family):
+    model = uneven(FAMILIES[family])
+    other, ids = opponent.twin(model), torch.arange(3, 43)
+    ours = model(ids, torch.arange(len(ids)), attend_afresh(model.config))
+    with torch.inference_mode():
+        theirs = other(ids[None]).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    shared = other.model.embed_tokens.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
+    assert shared, "a copy of the weights: twice the memory of an 8B model"
+
+
+def test_the_opponent_comparison_can_fail():
+    model = uneven(TINY)
+    other, ids = opponent.twin(model), torch.arange(3, 43)
+    wrong = Model(replace(TINY, rope=RopeConfig(9_000.0)))
+    wrong.load_state_dict(model.state_dict())
+    ours = wrong(ids, torch.arange(len(ids)), attend_afresh(TINY))
+    with torch.inference_mode():
+        assert not torch.allclose(ours, other(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_both_sides_decode_the_same_tokens_to_the_same_length():
+    model, prompt = uneven(TINY), common.random_prompt(TINY, 9)
+    _, ours = decode.own_rate(model, prompt, 20)
+    rate, theirs = opponent.generate_rate(opponent.twin(model), prompt, 20)
+    assert ours == theirs and len(ours) == 20 and rate > 0
+    assert decode.agreement({"minserve": ours, "transformers": theirs}) == {}
+    off = [*ours[:4], -1, *ours[5:]]
+    assert decode.agreement({"minserve": off, "transformers": ours}) == {
+        "minserve": "its tokens are transformers' up to the 5th of 20"
+    }
+
+
+def test_end_of_sequence_does_not_shorten_the_opponents_work():
+    """transformers' own default would stop at token 2; here nothing stops it."""
+    model = uneven(replace(TINY, eos_token_ids=tuple(range(251))))
+    assert len(opponent.generate_rate(opponent.twin(model), [5, 6, 7], 12)[1]) == 12
+    assert len(decode.own_rate(model, [5, 6, 7], 12)[1]) == 12
+
+
+def test_the_static_step_is_decoding():
+    model, prompt, new = uneven(TINY), common.random_prompt(TINY, 11), 17
+    step = StaticStep(model, KVCache(TINY, len(prompt) + new, model.dtype, model.device), len(prompt) + new)
+    expected = list(generate(model, prompt, SamplingParams(max_tokens=new)))
+    for _ in range(2):  # a second run starts from the same place
+        rate, made = decode.graph_rate(step, prompt, new)
+        assert made == expected and rate > 0
+
+
+def test_the_static_step_refuses_what_it_cannot_do():
+    windowed = Model.random(FAMILIES["mistral"])
+    with pytest.raises(ValueError, match="without sliding windows"):
+        StaticStep(windowed, KVCache(windowed.config, 32), 16)
+    with pytest.raises(ValueError, match="max_length 33 is more than the 32 slots"):
+        StaticStep(Model.random(TINY), KVCache(TINY, 32), 33)
+
+
+def test_a_context_step_leaves_the_context_as_it_was():
+    model = uneven(TINY)
+    cache = KVCache(TINY, 65)
+    for x in (*cache.k, *cache.v):
+        x.normal_()
+    for once in (ctx_slope.own_step(model, cache, 20), ctx_slope.their_step(opponent.twin(model), cache, 20)):
+        assert once() > 0 and once() > 0
+    a, b = ctx_slope.line([100, 200, 400], [5.0 + 0.25 * x for x in (100, 200, 400)])
+    assert (a, b) == pytest.approx((5.0, 0.25))
+
+
+# ---------------------------------------------------------------- the ladder
+def climb(tmp_path, *words) -> int:
+    where = ["--json", str(tmp_path / "data" / "ladder.json"), "--figure", str(tmp_path / "ladder.png")]
+    return main(["ladder", "--model", "tiny", "--quick", *where, *words])
+
+
+def test_the_ladder_measures_draws_and_prints(tmp_path, capsys):
+    assert climb(tmp_path) == 0
+    report = Report.load(tmp_path / "data" / "ladder.json")
+    assert [row.case for row in report.rows] == ["no cache", "KV cache"]
+    first, second = report.rows
+    assert first.bound == second.bound > 0 and first.unit == "tok/s" and "tiny in" in report.where
+    assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
+    out, err = capsys.readouterr()
+    assert "KV cache" in out and "of bound" not in err and "measuring 2 rungs" in err
+
+
+def test_a_rung_that_answers_otherwise_is_not_timed(tmp_path, monkeypatch):
+    def wrong(model, prompt, params):
+        *tokens, last = generate(model, prompt, params)
+        yield from [*tokens, (last + 1) % model.config.vocab_size]
+
+    def short(model, prompt, params):
+        yield from list(generate(model, prompt, params))[:-1]
+
+    for rung, says in [
+        (wrong, "in fp32 its token 4 is"),
+        (short, "its token 4 is None where 'no cache' says"),
+    ]:
+        monkeypatch.setattr(ladder, "RUNGS", [("no cache", generate_without_cache), ("bad", rung)])
+        with pytest.raises(RuntimeError, match=says):
+            climb(tmp_path)
+    assert not (tmp_path / "ladder.png").exists()
+
+
+def test_fp32_is_used_where_16_bits_are_slow(monkeypatch, capsys):
+    half, full = Model.random(TINY, torch.bfloat16), Model.random(TINY)
+
+    def slow(model, prompt, params):
+        time.sleep(0.05 if model.dtype == torch.bfloat16 else 0)
+        yield from generate(model, prompt, params)
+
+    monkeypatch.setattr(ladder, "generate", slow)
+    assert ladder.quicker(half, full, [1, 2, 3]) is full
+    assert "going on in float32" in capsys.readouterr().err
+    monkeypatch.setattr(ladder, "generate", lambda m, *rest: slow(half if m is full else full, *rest))
+    assert ladder.quicker(half, full, [1, 2, 3]) is half
+
+
+def test_a_slow_machine_makes_fewer_tokens():
+    model = Model.random(TINY)
+    assert ladder.affordable(model, [1, 2, 3], seconds=1e-9) == 4
+    assert ladder.affordable(model, [1, 2, 3], seconds=1e9) == 32
