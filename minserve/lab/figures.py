@@ -6,6 +6,7 @@
     batch_curve(ax, ...)             tokens/s against batch size, measured and predicted
     kv_bars(ax, rows)                KV bytes per token of MHA, GQA, MQA
     user_bars(ax, rows)              requests that fit on a GPU
+    cache_layout(ax)                 where one number of a KV cache lies
     titled(ax, title, where)         title = the finding, below it the machine
     save(ax, path, title, where)     the one place that writes
 
@@ -18,9 +19,11 @@ Story    each notebook's figure is figures/NN_name.png, drawn from the JSON besi
 
 import io
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from minserve.lab.layout import INK, label_below, label_ends, log_axis, plain, tick_label
@@ -180,6 +183,43 @@ def bars(ax, rows: list[tuple[str, float, str]], xlabel: str):
     ax.set_xlabel(xlabel, fontsize=9)
     ax.tick_params(axis="y", length=0)
     return plain(ax)
+
+
+def cache_layout(ax, slots=4, heads=2, channels=4, used=3, marked=(2, 1, 3)):
+    """One layer's keys as they lie in memory: a row per slot, in each cell its offset, one worked out."""
+    s, g, d = marked
+    for slot, head, channel in product(range(slots), range(heads), range(channels)):
+        x, color = head * (channels + 0.35) + channel, LINES[head % 4][0]
+        offset, is_marked = (slot * heads + head) * channels + channel, (slot, head, channel) == marked
+        look = dict(facecolor=color + "33") if slot < used else dict(facecolor="white", linestyle=":")
+        edge = (
+            dict(edgecolor=INK, linewidth=2.2, zorder=3)
+            if is_marked
+            else dict(edgecolor=color, linewidth=0.8)
+        )
+        ax.add_patch(Rectangle((x, slot), 1, 0.8, **look, **edge))
+        weight = "bold" if is_marked else "normal"
+        ax.text(
+            x + 0.5, slot + 0.4, offset, ha="center", va="center", fontsize=9, color=INK, fontweight=weight
+        )
+    width = heads * (channels + 0.35)
+    for slot in range(slots):
+        state = f"token {slot}" if slot < used else "free: never read"
+        ax.text(-0.25, slot + 0.4, f"slot {slot}", ha="right", va="center", fontsize=9, color=INK)
+        ax.text(
+            width, slot + 0.4, state, ha="left", va="center", fontsize=9, color=INK if slot < used else BOUND
+        )
+    for head in range(heads):
+        place = head * (channels + 0.35) + channels / 2, -0.25
+        ax.text(
+            *place, f"head {head}: {channels} channels", ha="center", fontsize=9, color=LINES[head % 4][0]
+        )
+    sum_ = f"k[{s}, {g}, {d}] lies (s x G + g) x D + d = ({s} x {heads} + {g}) x {channels} + {d}"
+    total = f" = {(s * heads + g) * channels + d} elements after the start"
+    ax.text(0, slots + 0.35, sum_ + total, fontsize=9, color=INK, va="center")
+    ax.set(xlim=(-1.3, width + 2.4), ylim=(slots + 0.7, -0.7))
+    ax.axis("off")
+    return ax
 
 
 def save(ax, path: str | Path, title: str, where: str) -> None:
