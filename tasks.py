@@ -27,7 +27,7 @@ STRICT = [
     "notebooks/03_kv_cache.ipynb",
 ]  # their arithmetic is the same everywhere
 GPU_BENCHES = ["decode", "prefill", "prefill-attention", "ctx-slope"]
-BENCHES = ["decode", "prefill"]  # what a machine without a GPU has something to say about
+BENCHES = ["roofline", "decode", "prefill"]  # what a machine without a GPU has something to say about
 
 
 # ---------------------------------------------------------------- tasks
@@ -58,10 +58,11 @@ def test():
     if has_triton():
         steps += [
             ("kernels, interpreted", [pytest("tests/kernels", "--durations=8")], {"TRITON_INTERPRET": "1"}),
-            ("kernels, compiled", [py("-m", "minserve.kernels.compile_report", "--check")], {}),
+            ("kernels, compiled", [pytest("tests/kernels/test_compile.py", "--durations=3")], {}),
         ]
     else:
-        print(f"No triton for {sys.platform}: its two steps are left out; the definitions are tested.")
+        print(f"No triton for {sys.platform}: kernels are neither interpreted nor compiled here.")
+        steps.append(("kernels' definitions", [pytest("tests/kernels")], {}))
     if notebooks:
         lax = pytest("--nbval-lax", *[n for n in notebooks if n not in strict])
         steps.append(("notebooks", [lax] + ([pytest("--nbval", *strict)] if strict else []), {}))

