@@ -80,7 +80,7 @@ def processors(device: torch.device) -> int:
 
 
 def has_matrix_units(dtype: torch.dtype, arch: str) -> bool:
-    """Does `tl.dot` become matrix instructions there? If not, it is plain multiply-adds and wants small tiles.
+    """Does `tl.dot` become matrix instructions there? If not, it is multiply-adds and wants small tiles.
 
     fp32 does not on NVIDIA: exactness is promised ("ieee"), and the tensor cores would round to tf32. Turing
     (sm_75) has tensor cores, but Triton has no path to them.
@@ -102,13 +102,14 @@ def check_alike(who: str, **tensors) -> None:
 
 
 def check_packed(who: str, dims: int, **tensors) -> None:
-    """The last `dims` dimensions lie in memory without gaps: `offset = ((a * B + b) * C + c)` holds for them."""
+    """The last `dims` dimensions lie in memory without gaps, so `offset = (a * B + b) * C + c` holds."""
     for name, x in tensors.items():
         expected = 1
         for size, stride in zip(reversed(x.shape[-dims:]), reversed(x.stride()[-dims:])):
             if size != 1 and stride != expected:
                 raise ValueError(
-                    f"{who}: {name} {list(x.shape)} has strides {list(x.stride())}; its last {dims} dimension(s) "
-                    f"must be contiguous (stride {expected} where {stride} is); pass {name}.contiguous()"
+                    f"{who}: {name} {list(x.shape)} has strides {list(x.stride())}; its last {dims} "
+                    f"dimension(s) must be contiguous (stride {expected}, not {stride}); "
+                    f"pass {name}.contiguous()"
                 )
             expected *= size

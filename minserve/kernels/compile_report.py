@@ -9,10 +9,10 @@ One row per kernel, head size, dtype and architecture:
     spills      bytes per thread that did not fit in registers and went to memory
     shared      bytes of on-chip memory per program; the limit is per architecture
     widest      bits of the widest global load
-    wide        share of the loaded bytes that come in 128-bit loads (one instruction counted once, loop or not)
+    wide        share of the loaded bytes that come in 128-bit loads (each instruction counted once)
     mma         matrix instructions: mma.sync (NVIDIA), wgmma (Hopper's, four warps at a time), mfma (AMD)
 
-Sources  Triton compiles ahead of time through ASTSource and GPUTarget; its Linux wheel carries ptxas and cuobjdump.
+Sources  Triton compiles ahead of time through ASTSource and GPUTarget; its wheel has ptxas and cuobjdump.
 Story    notebooks/04_flash_attention.ipynb
 """
 
@@ -28,30 +28,34 @@ from pathlib import Path
 import torch
 
 from minserve.kernels import decode_attention as decode
-from minserve.kernels import kv_write, prefill_attention, rms_norm, rope, silu_mul, stream, tl, triton
+from minserve.kernels import kv_write, prefill_attention, rms_norm, rope, silu_mul, stream, triton
 
 TABLE = Path(__file__).parents[2] / "figures" / "data" / "compile_report.json"
 SHARED_LIMIT = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-HEADS = dict(H=32, G=8)                                   # Llama-3.1-8B: a group of 4
+HEADS = dict(H=32, G=8)  # Llama-3.1-8B: a group of 4
 
 
 def cases(arch: str, dtype: str) -> list[tuple]:
-    """(label, kernel, {pointer or integer: type}, {constexpr: value}, options): each kernel as its launcher calls it."""
+    """(label, kernel, {argument: type}, {constexpr: value}, options): as their launchers call them."""
     x = f"*{dtype}"
     rows = [
-        ("rms_norm", rms_norm._rms_norm_kernel, _types(f"x {x} weight {x} out {x}", "x_stride residual_stride"),
+        ("rms_norm", rms_norm._rms_norm_kernel,
+         _types(f"x {x} weight {x} out {x}", "x_stride residual_stride"),
          dict(residual_ptr=None, total_ptr=None, E=4096, BLOCK_E=4096), dict(num_warps=8)),
         ("add_rms_norm", rms_norm._rms_norm_kernel,
          _types(f"x {x} residual {x} weight {x} out {x} total {x}", "x_stride residual_stride"),
          dict(E=4096, BLOCK_E=4096), dict(num_warps=8)),
         ("silu_mul", silu_mul._silu_mul_kernel, _types(f"gate {x} up {x} out {x}", "gate_stride up_stride"),
-         dict(I=14336, BLOCK_I=silu_mul.BLOCK_I), {}),
+         dict(C=14336, BLOCK_C=silu_mul.BLOCK_C), {}),
         ("kv_write", kv_write._kv_write_kernel,
-         _types(f"k {x} v {x} k_cache {x} v_cache {x} slots *i64", "k_stride v_stride k_cache_stride v_cache_stride"),
+         _types(f"k {x} v {x} k_cache {x} v_cache {x} slots *i64",
+                "k_stride v_stride k_cache_stride v_cache_stride"),
          dict(ROW=1024, BLOCK=1024), dict(num_warps=2)),
-        ("copy", stream._copy_kernel, _types(f"src {x} dst {x}", "numel"), dict(TILE=stream.TILE), dict(num_warps=8)),
-        ("total", stream._total_kernel, _types(f"x {x} sums *fp32", "numel"), dict(TILE=stream.TILE), dict(num_warps=8)),
+        ("copy", stream._copy_kernel, _types(f"src {x} dst {x}", "numel"),
+         dict(TILE=stream.TILE), dict(num_warps=8)),
+        ("total", stream._total_kernel, _types(f"x {x} sums *fp32", "numel"),
+         dict(TILE=stream.TILE), dict(num_warps=8)),
     ]  # fmt: skip
     for D in (64, 128):
         rows += _head_cases(arch, dtype, x, D)
@@ -65,7 +69,8 @@ def _head_cases(arch, dtype, x, D):
     block = prefill_attention.tiles(D, DTYPES[dtype], arch)
     split = decode.tiles(D, DTYPES[dtype], arch, HEADS["H"] // HEADS["G"])
     for_decode = _types(
-        f"q {x} k {x} v {x} lengths *i32 out *fp32 lse *fp32", "q_stride k_stride_b k_stride_s v_stride_b v_stride_s"
+        f"q {x} k {x} v {x} lengths *i32 out *fp32 lse *fp32",
+        "q_stride k_stride_b k_stride_s v_stride_b v_stride_s splits",
     )
     return [
         (f"rope {D}", rope._rope_kernel,
@@ -73,18 +78,21 @@ def _head_cases(arch, dtype, x, D):
          rotate, dict(num_warps=min(8, 32 * D // 2 // 512))),
         (f"prefill_attention {D}", prefill_attention._prefill_attention_kernel, _types(pointers, strides),
          dict(HEADS, D=D, WINDOW=None, SINKS=0, **block), {}),
-        (f"prefill_attention {D} window", prefill_attention._prefill_attention_kernel, _types(pointers, strides),
+        (f"prefill_attention {D} window", prefill_attention._prefill_attention_kernel,
+         _types(pointers, strides),
          dict(HEADS, D=D, WINDOW=4096, SINKS=4, **block), {}),
         (f"decode_attention {D}", decode._decode_attention_kernel, for_decode,
-         dict(HEADS, D=D, SPLITS=8, **split), {}),
-        (f"decode merge {D}", decode._merge_kernel, _types(f"partial *fp32 lse *fp32 out {x}", "rows"),
-         dict(D=D, SPLITS=8, TILE=decode.MERGE_TILE, BLOCK_D=D), {}),
+         dict(HEADS, D=D, **split), {}),
+        (f"decode merge {D}", decode._merge_kernel, _types(f"partial *fp32 lse *fp32 out {x}", "rows splits"),
+         dict(D=D, TILE=decode.MERGE_TILE, BLOCK_D=D), {}),
     ]  # fmt: skip
 
 
 def _types(pointers: str, integers: str) -> dict:
     words = pointers.split()
-    return {f"{name}_ptr": kind for name, kind in zip(words[::2], words[1::2])} | {n: "i32" for n in integers.split()}
+    return {f"{name}_ptr": kind for name, kind in zip(words[::2], words[1::2])} | {
+        n: "i32" for n in integers.split()
+    }
 
 
 def compile_for(arch: str, kernel, types: dict, constants: dict, options: dict, unaligned: tuple = ()):
@@ -92,9 +100,13 @@ def compile_for(arch: str, kernel, types: dict, constants: dict, options: dict, 
     launch = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     constants = {name: value for name, value in constants.items() if name not in launch}
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in names}    # fp32: eps, scale
+    signature = {
+        n: "constexpr" if n in constants else types.get(n, "fp32") for n in names
+    }  # fp32: eps, scale
     attrs = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n not in unaligned
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if n in types and n not in ("splits", *unaligned)
     }
     source = triton.compiler.ASTSource(
         kernel, signature, {(names.index(n),): value for n, value in constants.items()}, attrs
@@ -123,9 +135,12 @@ def count(compiled, arch: str) -> dict:
         registers, spills = _resources(compiled.asm["cubin"])
         vectors = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\s", asm)
         loads = [int(n or 1) * int(bits) for n, bits in vectors]
-        loads += [8 * int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x\w+|\d+)", asm)]
-    matrix = {name: asm.count(text) for name, text in
-              (("mma.sync", "mma.sync.aligned"), ("wgmma", "wgmma.mma_async"), ("mfma", "v_mfma_"))}  # fmt: skip
+        loads += [
+            8 * int(size, 0)
+            for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x\w+|\d+)", asm)
+        ]
+    instructions = {"mma.sync": "mma.sync.aligned", "wgmma": "wgmma.mma_async", "mfma": "v_mfma_"}
+    matrix = {name: asm.count(text) for name, text in instructions.items()}
     wide = sum(bits for bits in loads if bits >= 128) / max(1, sum(loads))
     return dict(
         registers=registers, spills=spills, shared=compiled.metadata.shared, widest=max(loads, default=0),
@@ -138,7 +153,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     number = lambda key: int(re.search(rf"{key}:(\d+)", text)[1])  # noqa: E731
     return number("REG"), number("STACK") + number("LOCAL")
 
@@ -182,15 +199,19 @@ def broken_gates(row: dict) -> list[str]:
 
 def table(report: dict) -> str:
     columns = list(report["rows"][0])
-    lines = [[f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns] for row in report["rows"]]
+    lines = [
+        [f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns] for row in report["rows"]
+    ]
     widths = [max(map(len, column)) for column in zip(columns, *lines)]
-    text = ["  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-            for line in [columns, *lines]]  # fmt: skip
+    align = [str.ljust] * 3 + [str.rjust] * (len(columns) - 3)
+    text = ["  ".join(a(c, w) for a, c, w in zip(align, line, widths)) for line in [columns, *lines]]
     return "\n".join([f"triton {report['triton']}", *text])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="compile every kernel without a GPU and count registers and loads")
+    parser = argparse.ArgumentParser(
+        description="compile every kernel without a GPU and count registers and loads"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(TABLE.parents[2])}")
     args = parser.parse_args()
     made = report()

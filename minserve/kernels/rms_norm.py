@@ -24,17 +24,18 @@ from minserve.kernels import check_alike, check_packed, on_triton, tl, triton
 
 # ---------------------------------------------------------------- the definition
 def rms_norm_reference(x, weight, eps: float):
-    y = x.float()                                                                              # [T, E]
-    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)                               # [T, 1]
-    return (y * scale * weight.float()).to(x.dtype)                                            # [T, E]
+    y = x.float()  # [T, E]
+    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)  # [T, 1]
+    return (y * scale * weight.float()).to(x.dtype)  # [T, E]
 
 
 def add_rms_norm_reference(x, residual, weight, eps: float):
-    total = residual + x                                                                       # [T, E]
+    total = residual + x  # [T, E]
     return rms_norm_reference(total, weight, eps), total
 
 
 # ---------------------------------------------------------------- the kernel
+# fmt: off
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr,    # residual_ptr is None: no add, and no total
@@ -58,6 +59,7 @@ def _rms_norm_kernel(
     y = x.to(tl.float32)                                                                       # [BLOCK_E]
     scale = 1.0 / tl.sqrt(tl.sum(y * y, axis=0) / E + eps)
     tl.store(out_ptr + t * E + e, (y * scale * weight).to(out_ptr.dtype.element_ty), mask=live)
+# fmt: on
 
 
 # ---------------------------------------------------------------- the launchers
@@ -90,7 +92,7 @@ def _launch(x, residual, weight, out, total, eps):
         x, residual, weight, out, total,
         x.stride(0), 0 if residual is None else residual.stride(0), eps,
         E=E, BLOCK_E=block, num_warps=min(8, max(1, block // 512)),    # 16 channels per thread, up to 8 warps
-    )
+    )  # fmt: skip
 
 
 def _check(who, weight, **rows):
@@ -100,6 +102,6 @@ def _check(who, weight, **rows):
     for name, x in rows.items():
         if x.ndim != 2 or x.shape != shape or weight.shape != shape[-1:]:
             raise ValueError(
-                f"{who}: {name} {list(x.shape)} does not go with x {list(shape)} and weight {list(weight.shape)}; "
-                f"x is [tokens, channels] and weight [channels]"
+                f"{who}: {name} {list(x.shape)} does not go with x {list(shape)} and weight "
+                f"{list(weight.shape)}; x is [tokens, channels] and weight [channels]"
             )

@@ -30,12 +30,13 @@ def rope_reference(q, k, cos, sin):
 
 
 def _rotate_reference(x, cos, sin):
-    first, second = x.float().chunk(2, dim=-1)                                                 # [T, heads, D/2]
-    cos, sin = cos[:, None], sin[:, None]                                                      # [T, 1, D/2]
+    first, second = x.float().chunk(2, dim=-1)  # [T, heads, D/2]
+    cos, sin = cos[:, None], sin[:, None]  # [T, 1, D/2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 # ---------------------------------------------------------------- the kernel
+# fmt: off
 @triton.jit
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
@@ -61,15 +62,16 @@ def _rotate(
     x_ptr, out_ptr, cos, sin,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):
-    h = tl.arange(0, BLOCK_HEADS)[:, None]                                                     # [BLOCK_HEADS, 1]
-    i = tl.arange(0, BLOCK_HALF)[None, :]                                                      # [1, BLOCK_HALF]
-    live = (h < HEADS) & (i < HALF)                                                            # [BLOCK_HEADS, BLOCK_HALF]
-    pair = h * HALF * 2 + i                                                                    # [BLOCK_HEADS, BLOCK_HALF]
-    first = tl.load(x_ptr + pair, mask=live, other=0.0).to(tl.float32)                         # [BLOCK_HEADS, BLOCK_HALF]
-    second = tl.load(x_ptr + pair + HALF, mask=live, other=0.0).to(tl.float32)                 # [BLOCK_HEADS, BLOCK_HALF]
+    h = tl.arange(0, BLOCK_HEADS)[:, None]                                                  # [BLOCK_HEADS, 1]
+    i = tl.arange(0, BLOCK_HALF)[None, :]                                                    # [1, BLOCK_HALF]
+    live = (h < HEADS) & (i < HALF)                                                # [BLOCK_HEADS, BLOCK_HALF]
+    pair = h * HALF * 2 + i                                                        # [BLOCK_HEADS, BLOCK_HALF]
+    first = tl.load(x_ptr + pair, mask=live, other=0.0).to(tl.float32)             # [BLOCK_HEADS, BLOCK_HALF]
+    second = tl.load(x_ptr + pair + HALF, mask=live, other=0.0).to(tl.float32)     # [BLOCK_HEADS, BLOCK_HALF]
     kind = out_ptr.dtype.element_ty
     tl.store(out_ptr + pair, (first * cos[None, :] - second * sin[None, :]).to(kind), mask=live)
     tl.store(out_ptr + pair + HALF, (second * cos[None, :] + first * sin[None, :]).to(kind), mask=live)
+# fmt: on
 
 
 # ---------------------------------------------------------------- the launcher
@@ -88,7 +90,7 @@ def rope(q, k, cos, sin):
         q, k, cos, sin, q_out, k_out, q.stride(0), k.stride(0),
         H=H, G=G, HALF=D // 2, BLOCK_H=block_h, BLOCK_G=block_g, BLOCK_HALF=block_half,
         num_warps=min(8, max(1, block_h * block_half // 512)),
-    )
+    )  # fmt: skip
     return q_out, k_out
 
 
@@ -97,9 +99,13 @@ def _check(q, k, cos, sin):
     check_alike("rope", q=q, k=k)
     check_packed("rope", 2, q=q, k=k, cos=cos, sin=sin)
     if D % 2:
-        raise ValueError(f"rope: head dimension {D} is odd, and channels turn in pairs (i, i + D/2); it must be even")
+        raise ValueError(
+            f"rope: head dimension {D} is odd, and channels turn in pairs (i, i + D/2); it must be even"
+        )
     if k.shape[0] != T or k.shape[2] != D:
-        raise ValueError(f"rope: k {list(k.shape)} must have the {T} tokens and {D} channels of q {list(q.shape)}")
+        raise ValueError(
+            f"rope: k {list(k.shape)} must have the {T} tokens and {D} channels of q {list(q.shape)}"
+        )
     for name, x in (("cos", cos), ("sin", sin)):
         if x.shape != (T, D // 2) or x.dtype != torch.float32 or x.device != q.device:
             raise ValueError(

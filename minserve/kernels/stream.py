@@ -13,7 +13,7 @@ import torch
 
 from minserve.kernels import check_alike, on_triton, tl, triton
 
-TILE = 8192                                               # elements per program; 32 to 64 per thread, all in flight
+TILE = 8192  # elements per program; 32 to 64 per thread, all in flight
 
 
 # ---------------------------------------------------------------- the definitions
@@ -24,13 +24,14 @@ def copy_reference(src, dst) -> None:
 def total_reference(x):
     x = x.view(-1)
     whole = x.numel() // TILE * TILE
-    sums = x[:whole].view(-1, TILE).sum(1, dtype=torch.float32)                                # [whole / TILE]
+    sums = x[:whole].view(-1, TILE).sum(1, dtype=torch.float32)  # [whole / TILE]
     if whole == x.numel():
         return sums
     return torch.cat((sums, x[whole:].sum(dtype=torch.float32)[None]))
 
 
 # ---------------------------------------------------------------- the kernels
+# fmt: off
 @triton.jit
 def _copy_kernel(src_ptr, dst_ptr, numel, TILE: tl.constexpr):
     # Who am I?  One program = TILE neighbouring elements. int64: buffers here are bigger than 2**31 elements.
@@ -45,6 +46,7 @@ def _total_kernel(x_ptr, sums_ptr, numel, TILE: tl.constexpr):
     i = program * TILE + tl.arange(0, TILE)                                                    # [TILE]
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)                           # [TILE]
     tl.store(sums_ptr + program, tl.sum(x, axis=0))
+# fmt: on
 
 
 # ---------------------------------------------------------------- the launchers
@@ -76,6 +78,6 @@ def _check(who, **tensors):
     for name, x in tensors.items():
         if not x.is_contiguous():
             raise ValueError(
-                f"{who}: {name} {list(x.shape)} has strides {list(x.stride())}; memory is streamed front to back, "
-                f"so it must be contiguous: pass {name}.contiguous()"
+                f"{who}: {name} {list(x.shape)} has strides {list(x.stride())}; memory is streamed front to "
+                f"back, so it must be contiguous: pass {name}.contiguous()"
             )
