@@ -7,8 +7,10 @@ standard error.
 """
 
 import argparse
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from minserve.fetch import FetchError, resolve
@@ -61,28 +63,28 @@ class Conversation:
     seen: list[int] = field(default_factory=list)  # the ids whose keys and values the cache holds
     cache: KVCache | None = None
 
-    def ask(self, question: str, params: SamplingParams, emit) -> Answer:
-        """Answer one message, calling emit(text) as it becomes certain. Ctrl-C ends the answer, and it is kept."""
+    def ask(self, question: str, params: SamplingParams, emit, stopped=lambda: False) -> Answer:
+        """Answer one message, calling emit(text) as it becomes certain, until stopped() between two tokens.
+
+        Raises ValueError for a conversation that no longer fits; the messages stay as they were.
+        """
         start = time.perf_counter()
         messages = [*self.messages, {"role": "user", "content": question}]
         ids = self.tokenizer.chat(messages)
         rest = self._prefill_from(ids)
         answer = Answer(prompt=len(ids), reused=len(ids) - len(rest), reason="interrupted")
         stream, detokenizer, made = generate(self.model, rest, params, self.cache), Detokenizer(self.tokenizer), []
-        try:
-            while True:
-                try:
-                    made.append(next(stream))
-                except StopIteration as end:
-                    answer.reason = end.value
-                    break
-                now = time.perf_counter()
-                if len(made) == 1:
-                    answer.ttft = first = now - start
-                answer.decoding = now - start - first
-                self._say(answer, detokenizer.push(made[-1]), emit)
-        except KeyboardInterrupt:
-            pass
+        while not stopped():
+            try:
+                made.append(next(stream))
+            except StopIteration as end:
+                answer.reason = end.value
+                break
+            now = time.perf_counter()
+            if len(made) == 1:
+                answer.ttft = now - start
+            answer.decoding = now - start - answer.ttft
+            self._say(answer, detokenizer.push(made[-1]), emit)
         self._say(answer, detokenizer.flush(), emit)
         answer.tokens = len(made)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -100,7 +102,7 @@ class Conversation:
             config = self.model.config
             self.cache = KVCache(config, config.context, self.model.dtype, self.model.device)
         shared = 0
-        while shared < min(len(self.seen), len(ids) - 1) and self.seen[shared] == ids[shared]:
+        while shared < min(len(self.seen), self.cache.length, len(ids) - 1) and self.seen[shared] == ids[shared]:
             shared += 1
         try:
             self.cache.truncate(shared)
@@ -141,7 +143,8 @@ def start(args) -> Conversation:
 def turn(conversation: Conversation, question: str, params: SamplingParams, stats: bool) -> bool:
     """One question, its answer streamed to standard output. A bad question is reported; the conversation goes on."""
     try:
-        answer = conversation.ask(question, params, lambda delta: print(delta, end="", flush=True))
+        with ctrl_c_noted() as stopped:
+            answer = conversation.ask(question, params, lambda delta: print(delta, end="", flush=True), stopped)
     except ValueError as error:
         print(f"chat: {error}", file=sys.stderr)
         return False
@@ -149,6 +152,22 @@ def turn(conversation: Conversation, question: str, params: SamplingParams, stat
     if stats:
         print(answer, file=sys.stderr)
     return True
+
+
+@contextmanager
+def ctrl_c_noted():
+    """Within, a first Ctrl-C is only noted (a step of the model is never cut in half); a second one acts as usual."""
+    noted = []
+
+    def note(*_):
+        noted.append(True)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def read(talking: bool) -> str | None:
