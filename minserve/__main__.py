@@ -19,7 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     for name, (module, line) in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=f"minserve {name}: {line}.")
-        if argv[:1] == [name]:  # only the command that runs is imported: `doctor` must work where torch does not
+        if argv[:1] == [
+            name
+        ]:  # only the command that runs is imported: `doctor` must work where torch does not
             command.set_defaults(main=importlib.import_module(module).main)
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)

@@ -27,12 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model folder or a hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens; default: until the model stops")
+    parser.add_argument(
+        "--max-tokens", type=int, help="longest answer, in tokens; default: until the model stops"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0 is no limit")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest that hold this probability")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw among the likeliest that hold this probability"
+    )
     parser.add_argument("--seed", type=int, help="the same seed gives the same answers; default: a fresh one")
-    parser.add_argument("--stats", action="store_true", help="after each answer: time to first token, tokens/s, cache")
+    parser.add_argument(
+        "--stats", action="store_true", help="after each answer: time to first token, tokens/s, cache"
+    )
 
 
 @dataclass
@@ -46,10 +52,14 @@ class Answer:
     decoding: float = 0.0  # seconds from the first token to the last
 
     def __str__(self) -> str:
-        rate = f"{(self.tokens - 1) / self.decoding:.1f} tok/s" if self.tokens > 1 and self.decoding else "one token"
+        rate = (
+            f"{(self.tokens - 1) / self.decoding:.1f} tok/s"
+            if self.tokens > 1 and self.decoding
+            else "one token"
+        )
         return (
-            f"[{self.prompt} prompt tokens, {self.reused} of them from the cache | first token {self.ttft * 1e3:.0f} ms | "
-            f"{self.tokens} tokens, {rate} | {self.reason}]"
+            f"[{self.prompt} prompt tokens, {self.reused} of them from the cache | "
+            f"first token {self.ttft * 1e3:.0f} ms | {self.tokens} tokens, {rate} | {self.reason}]"
         )
 
 
@@ -73,7 +83,11 @@ class Conversation:
         ids = self.tokenizer.chat(messages)
         rest = self._prefill_from(ids)
         answer = Answer(prompt=len(ids), reused=len(ids) - len(rest), reason="interrupted")
-        stream, detokenizer, made = generate(self.model, rest, params, self.cache), Detokenizer(self.tokenizer), []
+        stream, detokenizer, made = (
+            generate(self.model, rest, params, self.cache),
+            Detokenizer(self.tokenizer),
+            [],
+        )
         while not stopped():
             try:
                 made.append(next(stream))
@@ -102,7 +116,9 @@ class Conversation:
             config = self.model.config
             self.cache = KVCache(config, config.context, self.model.dtype, self.model.device)
         shared = 0
-        while shared < min(len(self.seen), self.cache.length, len(ids) - 1) and self.seen[shared] == ids[shared]:
+        while (
+            shared < min(len(self.seen), self.cache.length, len(ids) - 1) and self.seen[shared] == ids[shared]
+        ):
             shared += 1
         try:
             self.cache.truncate(shared)
@@ -144,7 +160,9 @@ def turn(conversation: Conversation, question: str, params: SamplingParams, stat
     """One question, its answer streamed to standard output. A bad question is reported; the conversation goes on."""
     try:
         with ctrl_c_noted() as stopped:
-            answer = conversation.ask(question, params, lambda delta: print(delta, end="", flush=True), stopped)
+            answer = conversation.ask(
+                question, params, lambda delta: print(delta, end="", flush=True), stopped
+            )
     except ValueError as error:
         print(f"chat: {error}", file=sys.stderr)
         return False

@@ -37,7 +37,9 @@ class RopeConfig:
                 "first and derails later.\n  Supported: default, linear, llama3."
             )
         if self.theta <= 0 or self.factor <= 0:
-            raise ValueError(f"RoPE needs theta > 0 and factor > 0, got theta {self.theta}, factor {self.factor}")
+            raise ValueError(
+                f"RoPE needs theta > 0 and factor > 0, got theta {self.theta}, factor {self.factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class ModelConfig:
         """
         family = config.get("model_type")
         if family not in FAMILIES:
-            raise ValueError(f"model_type is {family!r}, which minserve does not run.\n  It runs: {SUPPORTED}.")
+            raise ValueError(
+                f"model_type is {family!r}, which minserve does not run.\n  It runs: {SUPPORTED}."
+            )
         _refuse_what_we_do_not_compute(config)
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -119,7 +123,9 @@ class ModelConfig:
                 eos_token_ids=_eos(config, generation or {}),
             )
         except KeyError as missing:
-            raise ValueError(f"config.json has no {missing}; a {family} model cannot be built without it") from None
+            raise ValueError(
+                f"config.json has no {missing}; a {family} model cannot be built without it"
+            ) from None
 
     @property
     def num_params(self) -> int:
@@ -145,7 +151,9 @@ def _head_dim(config: dict) -> int:
         return 128  # the family's own default when its file leaves the key out
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
-        raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} heads, and no head_dim is declared")
+        raise ValueError(
+            f"hidden_size {hidden} is not a multiple of {heads} heads, and no head_dim is declared"
+        )
     return hidden // heads
 
 
@@ -183,7 +191,7 @@ def _windows(config: dict) -> tuple[int | None, ...]:
         return (None,) * layers
     if kinds := config.get("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    full = config.get("max_window_layers", 28)  # in this family the first layers are the ones that see everything
+    full = config.get("max_window_layers", 28)  # in this family the first layers see everything
     return tuple(window if layer >= full else None for layer in range(layers))
 
 
@@ -208,7 +216,9 @@ def _refuse_what_we_do_not_compute(config: dict) -> None:
         )
 
 
-def _llama(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, context, theta, tied, **more) -> ModelConfig:
+def _llama(
+    vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, context, theta, tied, **more
+) -> ModelConfig:
     rope = more.pop("rope", RopeConfig(theta))
     return ModelConfig(
         more.pop("family", "llama"),
@@ -234,7 +244,19 @@ _LLAMA_32 = RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)
 SHAPES: dict[str, ModelConfig] = {
     "smollm2-135m": _llama(49_152, 576, 1_536, 30, 9, 3, 64, 8_192, 100_000.0, tied=True),
     "qwen3-0.6b": _llama(
-        151_936, 1_024, 3_072, 28, 16, 8, 128, 40_960, 1e6, tied=True, family="qwen3", qk_norm=True, norm_eps=1e-6
+        151_936,
+        1_024,
+        3_072,
+        28,
+        16,
+        8,
+        128,
+        40_960,
+        1e6,
+        tied=True,
+        family="qwen3",
+        qk_norm=True,
+        norm_eps=1e-6,
     ),
     "llama-3.2-1b": _llama(128_256, 2_048, 8_192, 16, 32, 8, 64, 131_072, 5e5, tied=True, rope=_LLAMA_32),
     "llama-3.1-8b": _llama(128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072, 5e5, tied=False, rope=_LLAMA_31),

@@ -10,10 +10,10 @@ Layout   one pair of tensors per layer, k[layer] and v[layer], each [S, G, D]: S
 
 Cost     2 (keys and values) * layers * G * D * itemsize bytes per token, whatever the number of *query* heads.
 
-Ring     a layer with a sliding window w never looks further back than w tokens, so it keeps w slots and reuses them:
-         token p lives in slot p % w. With `sinks` = s, the first s tokens stay for ever in slots 0 .. s - 1 and the ring
-         is behind them: slot s + (p - s) % w. Order in the ring does not matter to attention: softmax is a sum, and each
-         key was turned by its own position before it was stored.
+Ring     a layer with a sliding window w never looks further back than w tokens, so it keeps w slots and reuses
+         them: token p lives in slot p % w. With `sinks` = s, the first s tokens stay for ever in slots 0 .. s - 1
+         and the ring is behind them: slot s + (p - s) % w. Order in the ring does not matter to attention:
+         softmax is a sum, and each key was turned by its own position before it was stored.
 
 Invariants
     0 <= length <= capacity; slots of a full layer at or past `length` are never read
@@ -57,7 +57,9 @@ class KVCache:
         Raises ValueError for a capacity below 1 or beyond the model's context, or for negative sinks.
         """
         if not 1 <= capacity <= config.context:
-            raise ValueError(f"a cache of {capacity:,} tokens: this model's context allows 1 to {config.context:,}")
+            raise ValueError(
+                f"a cache of {capacity:,} tokens: this model's context allows 1 to {config.context:,}"
+            )
         if sinks < 0:
             raise ValueError(f"sinks is {sinks}; the number of first tokens to keep cannot be negative")
         self.config, self.capacity, self.sinks, self.length = config, capacity, sinks, 0
@@ -101,7 +103,7 @@ class KVCache:
         all_k, all_v = torch.cat([ring_k[past], k]), torch.cat([ring_v[past], v])  # [kept + T, G, D]
         out = self._attention(q, all_k, all_v, len(all_k), window)
         new = torch.arange(self.length, self.length + T, device=q.device)
-        stays = (new < self.sinks) | (new >= self.length + T - window)  # the others are overwritten within this chunk
+        stays = (new < self.sinks) | (new >= self.length + T - window)  # the rest is overwritten at once
         slots = torch.where(stays, self._slots(layer, self.length, self.length + T), -1)
         kv_write(k, v, ring_k, ring_v, slots)
         return out
@@ -135,7 +137,7 @@ class KVCache:
         for window, k in zip(self.config.windows, self.k, strict=True):
             if length and length < self.length and len(k) < self.capacity and self.length > len(k):
                 raise ValueError(
-                    f"cannot go back from {self.length:,} to {length:,} tokens: a layer keeps only the last {window:,}, "
-                    "and the older ones are overwritten.\n  Start again from an empty cache: truncate(0)."
+                    f"cannot go back from {self.length:,} to {length:,} tokens: a layer keeps only the last "
+                    f"{window:,}, and the older ones are overwritten.\n  Start again from an empty cache: truncate(0)."
                 )
         self.length = length

@@ -43,7 +43,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int):
     if config.kind == "linear":
         return frequencies / config.factor
     if config.kind == "llama3":
-        turns = config.original_context * frequencies / (2 * math.pi)  # full turns within the original context
+        turns = config.original_context * frequencies / (2 * math.pi)  # within the original context
         low, high = config.low_freq_factor, config.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow it fully, 1: leave it alone
         return keep * frequencies + (1 - keep) * frequencies / config.factor
@@ -169,7 +169,7 @@ class Model(nn.Module):
 
     @torch.inference_mode()
     def forward(self, tokens, positions, attend, rows=None):
-        """attend(layer, q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]. `rows` picks who gets logits: all if None."""
+        """attend(layer, q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]; `rows` gets logits, all if None."""
         eps = self.config.norm_eps
         cos, sin = self.rotations(positions)
         residual = self.embed_tokens(tokens)  # [T, E]

@@ -63,7 +63,7 @@ def generate(model: Model, prompt: list[int], params: SamplingParams, cache: KVC
         cache = KVCache(model.config, len(prompt) + most, model.dtype, model.device)
 
     def next_logits(tokens: list[int]):
-        return prefill(model, tokens[cache.length - past :], cache)  # what the cache has not seen: all, then one
+        return prefill(model, tokens[cache.length - past :], cache)  # the unseen: all of it, then one
 
     return _tokens(next_logits, model.config, prompt, params, most)
 
@@ -80,7 +80,9 @@ def generate_without_cache(model: Model, prompt: list[int], params: SamplingPara
     return _tokens(next_logits, model.config, prompt, params, tokens_to_make(model.config, prompt, params))
 
 
-def _tokens(next_logits: Callable, config: ModelConfig, prompt: list[int], params: SamplingParams, most: int) -> Tokens:
+def _tokens(
+    next_logits: Callable, config: ModelConfig, prompt: list[int], params: SamplingParams, most: int
+) -> Tokens:
     seed = secrets.randbits(63) if params.seed is None else params.seed
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos_token_ids))
     tokens = list(prompt)
@@ -103,7 +105,9 @@ def tokens_to_make(
     `capacity` of a cache that already holds `past` tokens).
     """
     if not prompt:
-        raise ValueError("the prompt is empty; there is no position to predict from. Give at least one token.")
+        raise ValueError(
+            "the prompt is empty; there is no position to predict from. Give at least one token."
+        )
     if wrong := [i for i in prompt if not 0 <= i < config.vocab_size]:
         raise ValueError(
             f"token id {wrong[0]} is not in the vocabulary (0 to {config.vocab_size - 1:,}); "

@@ -30,17 +30,27 @@ class SamplingParams:
 
     def __post_init__(self):
         if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= 1):
-            raise ValueError(f"max_tokens is {self.max_tokens!r}; ask for a whole number of at least 1, or None")
+            raise ValueError(
+                f"max_tokens is {self.max_tokens!r}; ask for a whole number of at least 1, or None"
+            )
         if not _is_number(self.temperature) or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature!r}; it must be a finite number >= 0 (0 is greedy)")
+            raise ValueError(
+                f"temperature is {self.temperature!r}; it must be a finite number >= 0 (0 is greedy)"
+            )
         if not _is_int(self.top_k) or self.top_k < -1:
-            raise ValueError(f"top_k is {self.top_k!r}; it must be a whole number >= 1, or 0 or -1 for no limit")
+            raise ValueError(
+                f"top_k is {self.top_k!r}; it must be a whole number >= 1, or 0 or -1 for no limit"
+            )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p!r}; it must lie in (0, 1]; 1 is no limit")
         if self.seed is not None and not _is_int(self.seed):
             raise ValueError(f"seed is {self.seed!r}; it must be a whole number, or None for a fresh one")
-        if isinstance(self.stop_token_ids, int) or not all(_is_int(i) and i >= 0 for i in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids >= 0")
+        if isinstance(self.stop_token_ids, int) or not all(
+            _is_int(i) and i >= 0 for i in self.stop_token_ids
+        ):
+            raise ValueError(
+                f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids >= 0"
+            )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property

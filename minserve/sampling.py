@@ -53,11 +53,19 @@ def sample(logits, params: SamplingParams, seed: int, position: int) -> int:
     if params.greedy:
         token = int(logits.argmax())
         if torch.isnan(logits[token]):  # argmax returns a NaN's place if there is one
-            raise ValueError(f"the logits for output position {position} hold NaN; the model's weights or cache are broken")
+            raise ValueError(
+                f"the logits for output position {position} hold NaN; the model's weights or cache are broken"
+            )
         return token
     cumulative = probabilities(logits, params).double().cumsum(0)
     total = float(cumulative[-1])
     if total != total:
-        raise ValueError(f"the logits for output position {position} hold NaN; the model's weights or cache are broken")
+        raise ValueError(
+            f"the logits for output position {position} hold NaN; the model's weights or cache are broken"
+        )
     u = uniform(seed, position) * total
-    return int(torch.searchsorted(cumulative, torch.tensor(u, dtype=torch.float64, device=cumulative.device), right=True))
+    return int(
+        torch.searchsorted(
+            cumulative, torch.tensor(u, dtype=torch.float64, device=cumulative.device), right=True
+        )
+    )

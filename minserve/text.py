@@ -32,7 +32,9 @@ class Tokenizer:
 
         folder = Path(folder)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            raise FileNotFoundError(f"{folder} has no tokenizer (tokenizer.json); text cannot become tokens without it")
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer (tokenizer.json); text cannot become tokens without it"
+            )
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
         ids = [hf.eos_token_id] if hf.eos_token_id is not None else []
         for name in ("generation_config.json", "config.json"):
@@ -57,7 +59,9 @@ class Tokenizer:
         if not messages:
             raise ValueError("a chat needs at least one message, [{'role': 'user', 'content': '...'}]")
         if not self.hf.chat_template:
-            raise ValueError("this checkpoint has no chat template; use encode() and plain completion instead")
+            raise ValueError(
+                "this checkpoint has no chat template; use encode() and plain completion instead"
+            )
         specials = self.hf.all_special_tokens
         said = "".join(m["content"] for m in messages)
         veil = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in said)  # a private-use character
@@ -117,7 +121,7 @@ class Detokenizer:
         """How much of the window's text no later id can change."""
         if _is_byte(self.tokenizer.hf.convert_ids_to_tokens(token)):
             return len(self.emitted)  # a run of byte tokens is decoded as a whole: wait for its end
-        return len(text) - text.endswith(REPLACEMENT)  # at most one character is unfinished, and shows as one U+FFFD
+        return len(text) - text.endswith(REPLACEMENT)  # one character may be unfinished: one U+FFFD
 
     def _shorten(self) -> None:
         """Drop old ids, keeping some that print: a decoder may treat the first text it is given differently."""

@@ -37,7 +37,9 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> 
     config = load_config(folder)
     if dtype is None:
         if config.dtype not in DTYPES:
-            raise ValueError(f"{folder}: dtype {config.dtype!r} is not one of {', '.join(DTYPES)}; pass dtype=")
+            raise ValueError(
+                f"{folder}: dtype {config.dtype!r} is not one of {', '.join(DTYPES)}; pass dtype="
+            )
         dtype = DTYPES[config.dtype]
     with torch.device("meta"):
         model = Model(config)
@@ -56,12 +58,15 @@ def load_config(folder: str | Path) -> ModelConfig:
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(
-            f"{folder} {what}: minserve loads a Hugging Face model folder (config.json, *.safetensors, tokenizer.json).\n"
+            f"{folder} {what}: minserve loads a Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer.json).\n"
             "  `python -m minserve fetch` gets the default model."
         )
     generation = folder / "generation_config.json"
     try:
-        return ModelConfig.from_hf(_json(folder / "config.json"), _json(generation) if generation.is_file() else None)
+        return ModelConfig.from_hf(
+            _json(folder / "config.json"), _json(generation) if generation.is_file() else None
+        )
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -100,20 +105,25 @@ def _locate(folder: Path) -> dict[str, tuple[Path, str]]:
             if pickles
             else ""
         )
-        raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json.{hint}")
+        raise FileNotFoundError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json.{hint}"
+        )
     rotary = ".rotary_emb.inv_freq"  # old files store what the config already says
     return {_our_name(name): (file, name) for name, file in found.items() if not name.endswith(rotary)}
 
 
 def _compare(folder: Path, expected: set[str], found: set[str], tied: bool) -> None:
-    extra = found - expected - ({"lm_head.weight"} if tied else set())  # a tied file may spell the same table twice
+    spare = {"lm_head.weight"} if tied else set()  # a tied file may spell the same table twice
+    extra = found - expected - spare
     problems = []
     for names, what in ((expected - found, "missing"), (extra, "not part of this architecture")):
         if names:
             listed = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             problems.append(f"{len(names)} of {len(expected)} tensors {what}: {listed}")
     if problems:
-        raise ValueError(f"{folder}: the checkpoint does not fit its config.json.\n  " + "\n  ".join(problems))
+        raise ValueError(
+            f"{folder}: the checkpoint does not fit its config.json.\n  " + "\n  ".join(problems)
+        )
 
 
 def _open(path: Path):
@@ -122,7 +132,8 @@ def _open(path: Path):
     except SafetensorError as error:
         size = path.stat().st_size
         raise ValueError(
-            f"{path} is not a whole safetensors file ({size:,} bytes): {error}.\n  It was probably cut short; fetch it again."
+            f"{path} is not a whole safetensors file ({size:,} bytes): {error}.\n"
+            "  It was probably cut short; fetch it again."
         ) from None
 
 

@@ -56,7 +56,9 @@ def make_checkpoint(family: str, folder: Path) -> Path:
     config = getattr(transformers, f"{name}Config")(**SHAPE | changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():  # norms and biases start as 1 and 0, values under which a loader may forget them unnoticed
+    with (
+        torch.no_grad()
+    ):  # norms and biases start as 1 and 0, values under which a loader may forget them unnoticed
         for weight_name, weight in model.named_parameters():
             if weight.ndim == 1:
                 weight.add_(torch.randn(weight.shape) * 0.2)

@@ -19,7 +19,9 @@ CHAT = [sys.executable, "-m", "minserve", "chat"]
 
 
 def chat(*args, stdin=""):
-    return subprocess.run([*CHAT, *args], input=stdin, capture_output=True, text=True, timeout=240, encoding="utf-8")
+    return subprocess.run(
+        [*CHAT, *args], input=stdin, capture_output=True, text=True, timeout=240, encoding="utf-8"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,10 @@ def test_piped(parts):
     assert result.returncode == 0, result.stderr
     answers = result.stdout.strip().splitlines()
     assert answers[0] == answer_of(parts, [{"role": "user", "content": "Name a colour."}], 8)
-    stats = re.findall(r"\[(\d+) prompt tokens, (\d+) of them from the cache \| first token \d+ ms \| \d+ tokens, .*\]", result.stderr)
+    stats = re.findall(
+        r"\[(\d+) prompt tokens, (\d+) of them from the cache \| first token \d+ ms \| \d+ tokens, .*\]",
+        result.stderr,
+    )
     assert len(stats) == 2 and stats[0][1] == "0" and int(stats[1][1]) > int(stats[0][0])
 
 

@@ -39,7 +39,7 @@ def test_one_request_and_how_many_fit():
     assert cache_bytes(32, 8, 128, 4096) == 4096 * 131_072 == 536_870_912
     per_token, weights = bytes_per_token(*shape("llama-2-70b")), 68_976_648_192 * 2
     assert users_that_fit(160 * 10**9, weights, per_token, 4096) == 16  # (160e9 - 137.95e9) / 1.342e9 = 16.4
-    assert users_that_fit(80 * 10**9, weights, per_token, 4096) == 0  # the weights alone do not fit: none, not -43
+    assert users_that_fit(80 * 10**9, weights, per_token, 4096) == 0  # the weights alone do not fit
 
 
 def test_the_tensors_weigh_what_the_formula_says():
@@ -125,7 +125,9 @@ def last_query_sees(cache, n, chunk=1):
         out = cache.attend(0, same[part], same[part], values[part])
         cache.advance(len(values[part]))
     weights = out[-1, 0]
-    assert torch.allclose(weights[weights > 0], 1 / (weights > 0).sum()), "not all visible keys weigh the same"
+    assert torch.allclose(weights[weights > 0], 1 / (weights > 0).sum()), (
+        "not all visible keys weigh the same"
+    )
     return weights.nonzero().flatten().tolist()
 
 

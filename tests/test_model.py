@@ -16,7 +16,9 @@ from minserve.weights import load
 
 
 def reference(folder, dtype=torch.float32):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 def all_logits(model, ids):
@@ -25,7 +27,9 @@ def all_logits(model, ids):
 
 def greedy(hf, ids, n):
     with torch.inference_mode():
-        out = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=n, eos_token_id=-1, pad_token_id=0)
+        out = hf.generate(
+            torch.tensor([ids]), do_sample=False, max_new_tokens=n, eos_token_id=-1, pad_token_id=0
+        )
     return out[0, len(ids) :].tolist()
 
 
@@ -104,7 +108,9 @@ def test_bf16_top_1_agreement(smollm, record_property):
         with torch.inference_mode():
             theirs += int((hf(torch.tensor([ids])).logits[0].argmax(-1) == best).sum())
         total += len(ids)
-    record_property("bf16 top-1 agreement with fp32", f"minserve {ours / total:.1%}, transformers {theirs / total:.1%}")
+    record_property(
+        "bf16 top-1 agreement with fp32", f"minserve {ours / total:.1%}, transformers {theirs / total:.1%}"
+    )
     print(f"\nbf16 top-1 agreement with fp32: minserve {ours / total:.1%}, transformers {theirs / total:.1%}")
     assert ours / total > 0.9 and ours >= theirs - 0.03 * total
 
@@ -163,7 +169,9 @@ def test_the_shipped_shape_is_the_real_one(smollm):
 
 
 def test_random_weights_run_and_depend_on_the_seed():
-    config = SHAPES["smollm2-135m"].__class__(**{**vars(SHAPES["smollm2-135m"]), "num_layers": 2, "windows": ()})
+    config = SHAPES["smollm2-135m"].__class__(
+        **{**vars(SHAPES["smollm2-135m"]), "num_layers": 2, "windows": ()}
+    )
     a, b, c = (Model.random(config, seed=s) for s in (0, 0, 1))
     assert torch.equal(a.embed_tokens.weight, b.embed_tokens.weight)
     assert not torch.equal(a.embed_tokens.weight, c.embed_tokens.weight)

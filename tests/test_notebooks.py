@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-MAX_KB, MAX_CELLS, MAX_LINES, MAX_MEDIAN_LINES = 400, 60, 30, 6
+MAX_KB, MAX_PNG_KB, MAX_CELLS, MAX_LINES, MAX_MEDIAN_LINES = 400, 60, 60, 30, 6
 MACHINE_PATHS = re.compile(r"(?<![\w.~])/(?:root|home|Users|tmp|work|private|mnt)/|[A-Z]:\\\\?Users")
 RULES = []
 
@@ -124,13 +124,14 @@ def no_errors(n):
 
 
 @rule
-def no_pictures_inside(n):
+def pictures_are_small(n):
     if "data:image" in n.story or any(c.get("attachments") for c in n.cells):
         yield "a pasted image: save it to figures/ and link it"
     for cell in n.code:
         for output in cell["outputs"]:
-            if any(kind.startswith("image/") for kind in output.get("data", {})):
-                yield "an image in an output: save it to figures/ and link it"
+            kb = len(output.get("data", {}).get("image/png", "")) * 3 / 4 / 1000  # base64
+            if kb > MAX_PNG_KB:
+                yield f"a figure of {kb:.0f} KB, at most {MAX_PNG_KB}: lower its dpi"
 
 
 @rule
@@ -239,7 +240,7 @@ def show(output):
     return lambda book, cells: cells[3]["outputs"].append(output)
 
 
-PNG = {"output_type": "display_data", "metadata": {}, "data": {"image/png": "iVBORw0KGgo="}}
+PNG = {"output_type": "display_data", "metadata": {}, "data": {"image/png": "iVBORw0KGgo=" * 8000}}
 ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}
 FAULTS = {
     "400 KB of output": (show(printed("x" * 410_000)), "small"),
@@ -266,9 +267,9 @@ FAULTS = {
     "run out of order": (lambda book, cells: cells[3].update(execution_count=7), "ran_top_to_bottom"),
     "never run": (lambda book, cells: cells[3].update(execution_count=None), "ran_top_to_bottom"),
     "an error in an output": (show(ERROR), "no_errors"),
-    "a figure in an output": (show(PNG), "no_pictures_inside"),
-    "a pasted image": (say(2, "## Predict\n\n![x](data:image/png;base64,iVBO)"), "no_pictures_inside"),
-    "an attachment": (lambda book, cells: cells[2].update(attachments={"a.png": {}}), "no_pictures_inside"),
+    "a figure of 72 KB in an output": (show(PNG), "pictures_are_small"),
+    "a pasted image": (say(2, "## Predict\n\n![x](data:image/png;base64,iVBO)"), "pictures_are_small"),
+    "an attachment": (lambda book, cells: cells[2].update(attachments={"a.png": {}}), "pictures_are_small"),
     "a home folder in an output": (show(printed("/home/ann/minserve/model.py")), "no_machine_paths"),
     "a root folder in a cell": (say(3, "open('/root/.cache/x')"), "no_machine_paths"),
     "a kernel's temporary file": (show(printed("File /tmp/ipykernel_12/3.py:1")), "no_machine_paths"),

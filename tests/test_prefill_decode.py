@@ -35,7 +35,9 @@ def with_eos(editable):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("params", [{}, dict(temperature=1.0, seed=5), dict(temperature=0.7, top_k=20, top_p=0.9, seed=1)])
+@pytest.mark.parametrize(
+    "params", [{}, dict(temperature=1.0, seed=5), dict(temperature=0.7, top_k=20, top_p=0.9, seed=1)]
+)
 def test_cache_changes_no_token(checkpoints, family, params):
     model, params = load(checkpoints(family)), SamplingParams(max_tokens=30, **params)
     assert run(generate(model, PROMPT, params)) == run(generate_without_cache(model, PROMPT, params))
@@ -102,9 +104,17 @@ def test_a_conversation_continues_in_its_cache(model):
         ([], 5, "the prompt is empty"),
         ([1, 251], 5, r"token id 251 is not in the vocabulary \(0 to 250\); 1 of 2 prompt ids"),
         ([-1], 5, "token id -1 is not in the vocabulary"),
-        ([1] * 512, None, "a prompt of 512 tokens leave no room for an answer: the model's context holds 512"),
+        (
+            [1] * 512,
+            None,
+            "a prompt of 512 tokens leave no room for an answer: the model's context holds 512",
+        ),
         ([1] * 513, 1, r"Shorten it by 2 tokens or more"),
-        ([1] * 500, 13, r"a prompt of 500 and max_tokens 13 make 513 tokens, and the model's context holds 512"),
+        (
+            [1] * 500,
+            13,
+            r"a prompt of 500 and max_tokens 13 make 513 tokens, and the model's context holds 512",
+        ),
     ],
 )
 def test_bad_requests_fail_at_the_call(model, path, prompt, max_tokens, message):
@@ -119,7 +129,9 @@ def test_the_last_fitting_request_runs(model):
 
 def test_a_small_cache_is_named_instead_of_the_context(model):
     cache = KVCache(model.config, 10)
-    with pytest.raises(ValueError, match="make 11 tokens, and the cache holds 10.\n  Ask for at most 3 tokens"):
+    with pytest.raises(
+        ValueError, match="make 11 tokens, and the cache holds 10.\n  Ask for at most 3 tokens"
+    ):
         generate(model, PROMPT, SamplingParams(max_tokens=4), cache)
     assert run(generate(model, PROMPT, SamplingParams(max_tokens=3), cache))[1] == "length"
     with pytest.raises(ValueError, match="9 tokens before and a prompt of 7 tokens leave no room"):

@@ -99,7 +99,15 @@ def test_temperature_is_checked(temperature):
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(top_k=-2), dict(top_k=1.5), dict(top_p=0), dict(top_p=1.1), dict(top_p=float("nan")), dict(seed=0.5)]
+    "bad",
+    [
+        dict(top_k=-2),
+        dict(top_k=1.5),
+        dict(top_p=0),
+        dict(top_p=1.1),
+        dict(top_p=float("nan")),
+        dict(seed=0.5),
+    ],
 )
 def test_the_rest_is_checked_too(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} is "):

@@ -22,8 +22,10 @@ BUGS = [
     ("config", "for source in (generation, config):", "for source in (config,):", "test_weights.py"),
     ("config", "window if layer >= full else None", "window if layer > full else None", "test_weights.py"),
     # model: wrong mathematics that still talks
-    ("model", "return keep * frequencies", "return frequencies * 0 + keep * frequencies.flip(0)", "test_model.py -k llama3"),
-    ("model", "turns = config.original_context * ", "turns = 2 * config.original_context * ", "test_model.py -k llama3"),
+    ("model", "return keep * frequencies", "return keep * frequencies.flip(0)",
+     "test_model.py -k llama3"),
+    ("model", "turns = config.original_context * ", "turns = 2 * config.original_context * ",
+     "test_model.py -k llama3"),
     ("model", "self.embed_tokens.weight if self.config.tied", "self.embed_tokens.weight.flip(0) if self.config.tied",
      "test_model.py -k smollm2"),
     ("model", "q = self.q_norm(q", "q = self.k_norm(q", "test_model.py -k qwen3"),
@@ -47,7 +49,8 @@ BUGS = [
      "test_prefill_decode.py"),
     # sampling
     ("sampling", "before = ordered.cumsum(0) - ordered", "before = ordered.cumsum(0)", "test_sampling.py"),
-    ("sampling", "(logits - logits.max()) / params.temperature", "logits / params.temperature / 1.05", "test_sampling.py"),
+    ("sampling", "(logits - logits.max()) / params.temperature", "logits / params.temperature / 1.05",
+     "test_sampling.py"),
     ("sampling", 'f"{seed}:{position}"', 'f"{seed}"', "test_sampling.py"),
     # text
     ("text", "len(text) - text.endswith(REPLACEMENT)", "len(text)", "test_text.py"),
@@ -56,15 +59,16 @@ BUGS = [
      "test_text.py"),
     ("text", "split_special_tokens=True", "split_special_tokens=False", "test_text.py"),
     # weights
-    ("weights", "by_file.setdefault(path, []).append(name)", "by_file.setdefault(next(iter(by_file), path), []).append(name)",
+    ("weights", "by_file.setdefault(path, []).append(name)",
+     "by_file.setdefault(next(iter(by_file), path), []).append(name)",
      "test_weights.py"),
     ("weights", "_compare(folder, set(expected), set(where), config.tied)", "pass", "test_weights.py"),
 ]  # fmt: skip
 
 
-
-
-def plant_and_test(folder: Path, module: str, right: str, wrong: str, tests: str) -> subprocess.CompletedProcess:
+def plant_and_test(
+    folder: Path, module: str, right: str, wrong: str, tests: str
+) -> subprocess.CompletedProcess:
     """Run the tests that must notice against a copy of the package with one line changed."""
     shutil.copytree(ROOT / "minserve", folder / "minserve", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "kernels"))
@@ -74,7 +78,17 @@ def plant_and_test(folder: Path, module: str, right: str, wrong: str, tests: str
     assert source.count(right) == 1, f"{module}.py holds {source.count(right)} lines like: {right}"
     file.write_text(source.replace(right, wrong), encoding="utf-8")
     name, *options = tests.split()
-    command = [sys.executable, "-m", "pytest", f"tests/{name}", *options, "-x", "-q", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"tests/{name}",
+        *options,
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=one_thread, capture_output=True, text=True, timeout=600)
 

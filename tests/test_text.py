@@ -34,14 +34,32 @@ def sentencepiece():
 
 
 def sentencepiece_like():
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁Hello", "▁world", "▁!", "a", "▁a", "é"]
-    core = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "▁Hello",
+        "▁world",
+        "▁!",
+        "a",
+        "▁a",
+        "é",
+    ]
+    core = tokenizers.Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     core.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     hf = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
     )
     return Tokenizer(hf, (2,))
 
@@ -67,7 +85,9 @@ def test_round_trip_and_stream(real, text):
 
 REAL = Tokenizer.load(default_folder()) if (default_folder() / "tokenizer.json").is_file() else None
 SPM = sentencepiece_like()
-SINGLE_BYTES = st.integers(17, 17 + 255)  # SmolLM2's first ordinary ids are the 256 bytes: every way to be invalid UTF-8
+SINGLE_BYTES = st.integers(
+    17, 17 + 255
+)  # SmolLM2's first ordinary ids are the 256 bytes: every way to be invalid UTF-8
 
 
 @settings(max_examples=400, deadline=None)
@@ -147,7 +167,10 @@ def test_a_message_cannot_end_its_turn(real):
 
 
 def test_only_the_template_writes_bos(real):
-    real.hf.chat_template, kept = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}", real.hf.chat_template
+    real.hf.chat_template, kept = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        real.hf.chat_template,
+    )
     try:
         assert real.chat(user("x")).count(real.hf.bos_token_id) == 1
     finally:
@@ -164,9 +187,13 @@ def test_template_in_either_place(smollm, tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     as_key = Tokenizer.load(tmp_path).chat(user("hello"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "chat_template"})
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert as_key == Tokenizer.load(tmp_path).chat(user("hello")) == Tokenizer.load(smollm).chat(user("hello"))
+    assert (
+        as_key == Tokenizer.load(tmp_path).chat(user("hello")) == Tokenizer.load(smollm).chat(user("hello"))
+    )
 
 
 def test_refusals(real, tmp_path):

@@ -26,9 +26,18 @@ def test_v4_and_v5_spellings_mean_the_same(editable):
     new = load_config(editable("llama-3"))
     rope = dict(new.rope.__dict__)
     assert rope["kind"] == "llama3" and rope["factor"] == 8.0 and rope["original_context"] == 256
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
     for key in ("rope_type", "type"):
-        v4 = TINY | {"rope_theta": 10_000.0, "rope_scaling": scaling | {key: "llama3"}, "torch_dtype": "float32"}
+        v4 = TINY | {
+            "rope_theta": 10_000.0,
+            "rope_scaling": scaling | {key: "llama3"},
+            "torch_dtype": "float32",
+        }
         config = ModelConfig.from_hf(v4)
         assert config.rope == new.rope and config.dtype == "float32"
     assert ModelConfig.from_hf(TINY | {"dtype": "bfloat16"}).dtype == "bfloat16"
@@ -54,7 +63,10 @@ def test_head_dim_is_read_where_it_is_declared():
         (dict(model_type="mistral", sliding_window=4), (4, 4, 4)),
         (dict(model_type="mistral", sliding_window=None), (None,) * 3),
         (dict(model_type="qwen2", sliding_window=4, use_sliding_window=False), (None,) * 3),
-        (dict(model_type="qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=2), (None, None, 4)),
+        (
+            dict(model_type="qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=2),
+            (None, None, 4),
+        ),
         (dict(model_type="llama", sliding_window=4), (None,) * 3),
     ],
 )
@@ -65,7 +77,10 @@ def test_windows_per_layer(changes, expected):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(model_type="gpt2"), "model_type is 'gpt2', which minserve does not run.\n  It runs: Llama 2/3.x"),
+        (
+            dict(model_type="gpt2"),
+            "model_type is 'gpt2', which minserve does not run.\n  It runs: Llama 2/3.x",
+        ),
         (dict(model_type=None), "model_type is None"),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "RoPE scaling 'yarn' is not supported"),
@@ -101,7 +116,9 @@ def shard(folder, assignment, extra=None):
         parts[f"model-{number:05}-of-00003.safetensors"] |= more
     for file, part in parts.items():
         save_file(part, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def by_layer(name):
@@ -109,13 +126,16 @@ def by_layer(name):
 
 
 def same_weights(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 def test_shards_equal_a_single_file(editable, checkpoints):
     folder = editable("llama-3")
     shard(folder, by_layer)
-    save_file({"model.norm.weight": torch.zeros(96)}, folder / "consolidated.safetensors")  # a stray: not in the index
+    stray = {"model.norm.weight": torch.zeros(96)}  # not in the index
+    save_file(stray, folder / "consolidated.safetensors")
     assert same_weights(load(folder), load(checkpoints("llama-3")))
 
 
@@ -131,7 +151,9 @@ def test_missing_shard_is_named(editable):
     folder = editable("llama-3")
     shard(folder, by_layer)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="names 3 shards and model-00002-of-00003.safetensors is not there"):
+    with pytest.raises(
+        FileNotFoundError, match="names 3 shards and model-00002-of-00003.safetensors is not there"
+    ):
         load(folder)
 
 
@@ -139,8 +161,12 @@ def test_index_that_points_at_the_wrong_shard(editable):
     folder = editable("llama-3")
     shard(folder, by_layer)
     index = folder / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace('"model.norm.weight": "model-00001', '"model.norm.weight": "model-00003'))
-    with pytest.raises(ValueError, match="says model-00003-of-00003.safetensors holds model.norm.weight, and it does not"):
+    index.write_text(
+        index.read_text().replace('"model.norm.weight": "model-00001', '"model.norm.weight": "model-00003')
+    )
+    with pytest.raises(
+        ValueError, match="says model-00003-of-00003.safetensors holds model.norm.weight, and it does not"
+    ):
         load(folder)
 
 
@@ -178,13 +204,17 @@ def test_missing_and_extra_tensors_are_both_named(editable):
 
 def test_shape_mismatch_shows_both_shapes(editable):
     folder = editable("qwen2", intermediate_size=80)
-    with pytest.raises(ValueError, match=r"gate_proj.weight is \[76, 96\] and config.json asks for \[80, 96\]"):
+    with pytest.raises(
+        ValueError, match=r"gate_proj.weight is \[76, 96\] and config.json asks for \[80, 96\]"
+    ):
         load(folder)
 
 
 def test_integer_weights_are_refused(editable):
     def change(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(
+            torch.int8
+        )
 
     with pytest.raises(ValueError, match="up_proj.weight is I8; this version reads BF16, F16, F32"):
         load(edit_tensors(editable("qwen2"), change))

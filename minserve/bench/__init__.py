@@ -11,7 +11,15 @@ benchmark runs, and nothing else.
 import sys
 from pathlib import Path
 
-from minserve.bench import ctx_slope, decode, decode_attention, prefill, prefill_attention, roofline
+from minserve.bench import (
+    cold_start,
+    ctx_slope,
+    decode,
+    decode_attention,
+    prefill,
+    prefill_attention,
+    roofline,
+)
 from minserve.bench.common import Options, add_model_arguments
 from minserve.kernels import INTERPRETED
 
@@ -22,6 +30,7 @@ BENCHES = {
     "prefill-attention": prefill_attention.run,
     "decode-attention": decode_attention.run,
     "ctx-slope": ctx_slope.run,
+    "cold-start": cold_start.run,
 }
 
 
