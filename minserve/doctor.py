@@ -2,8 +2,8 @@
 
     [OK] works    [--] absent, and nothing breaks    [FAIL] broken; the next line says what to do
 
-It must work where nothing else does: it imports torch and its like only inside the check that is about them, and
-triton only in a process of its own. A check returns findings; printing is somebody else's work.
+It must work where nothing else does: it imports torch and its like only inside the check that is about them,
+and triton only in a process of its own. A check returns findings; printing is somebody else's work.
 """
 
 import importlib.metadata
