@@ -218,8 +218,11 @@ def test_a_context_step_leaves_the_context_as_it_was():
     cache = KVCache(TINY, 65)
     for x in (*cache.k, *cache.v):
         x.normal_()
-    for once in (ctx_slope.own_step(model, cache, 20), ctx_slope.their_step(opponent.twin(model), cache, 20)):
+    other = opponent.twin(model)
+    past = ctx_slope.their_cache(other, cache, 20)
+    for once in (ctx_slope.own_step(model, cache, 20), ctx_slope.their_step(other, past)):
         assert once() > 0 and once() > 0
+    assert past.get_seq_length() == 20 and cache.length == 21
     a, b = ctx_slope.line([100, 200, 400], [5.0 + 0.25 * x for x in (100, 200, 400)])
     assert (a, b) == pytest.approx((5.0, 0.25))
 

@@ -64,7 +64,7 @@ def step_times(options: Options, name: str | None):
     for context in contexts:
         sides = {
             "minserve": own_step(model, cache, context),
-            "transformers": their_step(other, cache, context),
+            "transformers": their_step(other, their_cache(other, cache, context)),
         }
         each = options.progress(f"context {context:,}")
         samples = in_turn(
@@ -103,13 +103,18 @@ def own_step(model, cache: KVCache, context: int):
     return once
 
 
-def their_step(other, cache: KVCache, context: int):
-    """The same for transformers: its own cache, filled with ours, and cropped back after each step."""
+def their_cache(other, cache: KVCache, context: int):
+    """transformers' own kind of cache, holding the first `context` tokens of ours."""
     from transformers import DynamicCache
 
     past = DynamicCache(config=other.config)
     for layer, (k, v) in enumerate(zip(cache.k, cache.v)):
         past.update(*(x[:context].transpose(0, 1)[None].clone() for x in (k, v)), layer)
+    return past
+
+
+def their_step(other, past):
+    """The same for transformers; the step's token is cropped off again."""
     token = torch.ones(1, 1, dtype=torch.int64, device=other.device)
 
     @torch.inference_mode()
