@@ -27,7 +27,7 @@ STRICT = [
     "notebooks/03_kv_cache.ipynb",
 ]  # their arithmetic is the same everywhere
 GPU_BENCHES = ["decode", "prefill", "prefill-attention", "ctx-slope"]
-BENCHES = ["roofline", "decode", "prefill"]  # what a machine without a GPU has something to say about
+BENCHES = ["roofline", "decode", "prefill", "cold-start"]  # what a machine without a GPU has something to say about
 
 
 # ---------------------------------------------------------------- tasks
@@ -58,7 +58,7 @@ def test():
     if has_triton():
         steps += [
             ("kernels, interpreted", [pytest("tests/kernels", "--durations=8")], {"TRITON_INTERPRET": "1"}),
-            ("kernels, compiled", [pytest("tests/kernels/test_compile.py", "--durations=3")], {}),
+            ("kernels, compiled", [pytest("tests/kernels", "--durations=3")], {}),
         ]
     else:
         print(f"No triton for {sys.platform}: kernels are neither interpreted nor compiled here.")
