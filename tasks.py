@@ -26,8 +26,14 @@ STRICT = [
     "notebooks/00_the_machine.ipynb",
     "notebooks/03_kv_cache.ipynb",
 ]  # their arithmetic is the same everywhere
+WIDGET = "application/vnd.jupyter.widget-view+json"
 GPU_BENCHES = ["decode", "prefill", "prefill-attention", "ctx-slope"]
-BENCHES = ["roofline", "decode", "prefill", "cold-start"]  # what a machine without a GPU has something to say about
+BENCHES = [
+    "roofline",
+    "decode",
+    "prefill",
+    "cold-start",
+]  # what a machine without a GPU has something to say about
 
 
 # ---------------------------------------------------------------- tasks
@@ -121,7 +127,7 @@ def notebooks():
 def figures():
     """draw figures/*.png again from the recorded numbers in figures/data/: measures nothing"""
     setup()
-    check(py("-m", "minserve.lab.figures"))
+    check(py("-m", "minserve.bench.redraw"))
 
 
 def clean():
@@ -176,6 +182,8 @@ def execute():
         }
         for number, cell in enumerate(book.cells):
             cell.id, cell.metadata = f"cell-{number:02}", {}
+            if cell.cell_type == "code":  # a widget without its kernel shows as nothing
+                cell.outputs = [out for out in cell.outputs if WIDGET not in out.get("data", {})]
         nbformat.write(book, str(path))
         print(f"{time.time() - start:6.1f} s")
 
@@ -285,6 +293,10 @@ def step(number, of, name, commands, variables):
     print(f"\n=== {number}/{of}  {name}", flush=True)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env.update(variables)
+    if not name.startswith("bench"):
+        env.setdefault(
+            "OMP_WAIT_POLICY", "PASSIVE"
+        )  # beside other jobs, threads that spin while waiting stall torch
     start, code = time.time(), 0
     for command in commands:
         code = subprocess.call(command, cwd=str(ROOT), env=env, stdin=subprocess.DEVNULL) or code

@@ -143,3 +143,11 @@ def test_more_than_four_lines_are_refused():
     lines = [(str(i), [1, 2], [1, 2]) for i in range(5)]
     with pytest.raises(ValueError, match="5 lines, and 4 can be told apart"):
         figures.curves(figures.axes(), lines, "n")
+
+
+def test_the_layout_picture_numbers_elements_as_memory_does():
+    """Every cell of a [4, 2, 4] cache shows its row-major offset, once; the marked one is named in the caption."""
+    ax = figures.cache_layout(figures.axes())
+    texts = [text.get_text() for text in ax.texts]
+    assert sorted(int(t) for t in texts if t.isdigit()) == list(range(32))
+    assert any("k[2, 1, 3]" in t and "= 23 elements" in t for t in texts)
