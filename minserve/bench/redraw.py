@@ -1,4 +1,4 @@
-"""`make figures`: draw every picture in figures/ again, from the numbers recorded in figures/data/. Measures nothing."""
+"""`make figures`: draw the pictures in figures/ again, from the numbers recorded in figures/data/; measure nothing."""
 
 from pathlib import Path
 
