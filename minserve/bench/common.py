@@ -3,12 +3,14 @@
 import gc
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from minserve import fetch, weights
 from minserve.config import SHAPES, ModelConfig
+from minserve.lab.measure import clock
 from minserve.lab.report import Report, quantity
 from minserve.lab.roofline import Ceilings, Machine, ceilings, name_of
 from minserve.model import Model
@@ -111,6 +113,11 @@ def label(name: str | None) -> str:
 def random_prompt(config: ModelConfig, tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (tokens,), generator=generator).tolist()
+
+
+def affordable(two: Callable[[], object], seconds: float, least: int, most: int) -> int:
+    """How many tokens fit in `seconds`, from the time `two` takes to make two: a busy machine does less work."""
+    return max(least, min(most, int(seconds * 2 / clock(two))))
 
 
 def clean_up() -> None:

@@ -18,7 +18,16 @@ from pathlib import Path
 
 import torch
 
-from minserve.bench.common import Around, Options, add_model_arguments, label, load, on_gpu, random_prompt
+from minserve.bench.common import (
+    Around,
+    Options,
+    add_model_arguments,
+    affordable,
+    label,
+    load,
+    on_gpu,
+    random_prompt,
+)
 from minserve.kernels import INTERPRETED
 from minserve.lab.measure import clock, in_turn
 from minserve.lab.report import Report, Row
@@ -61,13 +70,13 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
     say("loading the model in fp32, and checking that every rung says the same")
     exact = load(options.model, torch.float32)
     prompt = random_prompt(exact.config, 16 if options.quick else 128)
-    compare(exact, prompt, greedy(4 if options.quick else 8))
+    compare(exact, prompt, greedy(affordable(slowest(exact, prompt), 4, 4, 4 if options.quick else 8)))
     model = exact if options.dtype == torch.float32 else load(options.model, options.dtype)
     if not fixed_dtype and not on_gpu():
         model = quicker(model, exact, prompt)
     del exact
     options = replace(options, dtype=model.dtype)
-    new = 4 if options.quick else affordable(model, prompt)
+    new = affordable(slowest(model, prompt), 5, 4, 4 if options.quick else 32)
     work = f"{len(prompt)} tokens of prompt, {new} new ones"
     say(f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {work}")
     sides = {name: lambda rung=rung: rate(rung, model, prompt, greedy(new)) for name, rung in RUNGS}
@@ -87,10 +96,9 @@ def greedy(new: int) -> SamplingParams:
     return SamplingParams(max_tokens=new, ignore_eos=True)
 
 
-def affordable(model: Model, prompt: list[int], seconds: float = 5.0) -> int:
-    """How many new tokens the slowest rung makes in `seconds`: 4 to 32."""
-    step = clock(lambda: list(RUNGS[0][1](model, prompt, greedy(2)))) / 2
-    return max(4, min(32, int(seconds / step)))
+def slowest(model: Model, prompt: list[int]) -> Callable[[], list[int]]:
+    """Two tokens from the first rung: what tells how many this machine can afford."""
+    return lambda: list(RUNGS[0][1](model, prompt, greedy(2)))
 
 
 def compare(model: Model, prompt: list[int], params: SamplingParams) -> None:
@@ -109,13 +117,11 @@ def compare(model: Model, prompt: list[int], params: SamplingParams) -> None:
 
 
 def quicker(model: Model, exact: Model, prompt: list[int]) -> Model:
-    """16 bits, unless this CPU has no instructions for them and fp32 answers in less time."""
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    times = in_turn(
-        {m: lambda m=m: clock(lambda: list(generate(m, prompt, params))) for m in (model, exact)}, repeats=3
-    )
+    """16 bits, unless this CPU has no instructions for them and takes 1.5 times as long as in fp32."""
+    sides = {m: lambda m=m: clock(lambda: list(generate(m, prompt, greedy(4)))) for m in (model, exact)}
+    times = in_turn(sides, warmup=0, repeats=3)
     half, full = (min(times[m]) for m in (model, exact))
-    if half <= full:
+    if half < 1.5 * full:
         return model
     say(f"{name_of(model.dtype)} takes {half / full:.1f} times as long as float32 here: going on in float32")
     return exact
