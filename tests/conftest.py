@@ -104,3 +104,10 @@ def smollm() -> Path:
     if not (folder / "config.json").is_file():
         pytest.fail("SmolLM2-135M-Instruct is not on this machine: run `python -m minserve fetch` first")
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """Whatever runs the real model is left out of `make quick`."""
+    for item in items:
+        if "smollm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)

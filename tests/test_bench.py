@@ -88,7 +88,7 @@ def test_all_writes_one_file_each(tmp_path, monkeypatch):
     assert {p.stem for p in (tmp_path / "data").iterdir()} == set(BENCHES)
 
 
-@pytest.mark.model
+@pytest.mark.slow
 def test_cold_start_takes_longer_than_its_imports(tmp_path, smollm):
     assert main(["bench", "cold-start", "--quick", "--json", str(tmp_path / "r.json")]) == 0
     start, imports = Report.load(tmp_path / "r.json").rows
