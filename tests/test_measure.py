@@ -24,7 +24,7 @@ def test_measure_keeps_every_sample_and_leaves_out_the_warm_up():
     timing = measure("append", lambda: calls.append(1), warmup=2, repeats=5)
     assert len(calls) == 7 and len(timing.seconds) == 5 and all(s > 0 for s in timing.seconds)
     assert str(timing).startswith("append ") and str(timing).endswith("n=5") and "middle half" in str(timing)
-    assert timing.where == lab.where_am_i() and (torch.cuda.is_available() or "threads" in timing.where)
+    assert timing.where == lab.where_am_i() and (torch.cuda.is_available() or "thread" in timing.where)
 
 
 def test_a_longer_job_takes_longer():

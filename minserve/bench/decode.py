@@ -62,7 +62,7 @@ def decode_samples(options: Options, name: str | None):
     tokens, most = 32, 8 if options.quick else 128 if on_gpu() else 64
     prompt, other, said = random_prompt(model.config, tokens), twin(model), {}
     own_rate(model, prompt, 2)  # compiles what there is to compile
-    new = affordable(lambda: own_rate(model, prompt, 2), 8, 8, most)
+    new = affordable(lambda: own_rate(model, prompt, 2), 3, 8, most)
 
     def side(who, rate, *args):
         def once():

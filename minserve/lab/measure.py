@@ -69,7 +69,8 @@ def where_am_i() -> str:
     """The machine in its own words: a number without it means nothing."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def cpu_name() -> str:
@@ -119,10 +120,11 @@ def in_turn(
 
     each(done, of) is called after every round, for a progress line.
     """
+    start = time.perf_counter()
     for _ in range(warmup):
         for run in sides.values():
             run()
-    return collect(sides, repeats, at_most, each)
+    return collect(sides, repeats, at_most - (time.perf_counter() - start), each)
 
 
 def collect(sides, repeats: int, at_most: float, each=None) -> dict[str, list[float]]:
