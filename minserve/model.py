@@ -38,7 +38,9 @@ def rope_frequencies(config: RopeConfig, head_dim: int):
     "linear" slows every pair by `factor`. "llama3" leaves pairs that turn often within the original context alone,
     slows those that turn less than `low_freq_factor` times by `factor`, and blends in between.
     """
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim  # [D/2]
+    pairs = (
+        torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
+    )  # [D/2], real also under device("meta")
     frequencies = 1.0 / config.theta**pairs
     if config.kind == "linear":
         return frequencies / config.factor
@@ -144,7 +146,6 @@ class Model(nn.Module):
                 nn.init.ones_(weight)
             else:
                 nn.init.normal_(weight, std=0.02, generator=generator)
-        model.frequencies = rope_frequencies(config.rope, config.head_dim)
         return model.eval().requires_grad_(False)
 
     @property

@@ -28,14 +28,20 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Raises FileNotFoundError when the folder has no tokenizer."""
-        from transformers import AutoTokenizer  # a second of imports: paid by those who read text, not ids
-
         folder = Path(folder)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             raise FileNotFoundError(
                 f"{folder} has no tokenizer (tokenizer.json); text cannot become tokens without it"
             )
-        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
+        if (
+            folder / "tokenizer.json"
+        ).is_file():  # says all there is to say: no need to look up the model's own class
+            from transformers import (
+                PreTrainedTokenizerFast as kind,
+            )  # imported here: not everybody reads text
+        else:
+            from transformers import AutoTokenizer as kind
+        hf = kind.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
         ids = [hf.eos_token_id] if hf.eos_token_id is not None else []
         for name in ("generation_config.json", "config.json"):
             if (folder / name).is_file():

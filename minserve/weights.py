@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minserve.config import ModelConfig
-from minserve.model import Model, rope_frequencies
+from minserve.model import Model
 
 FLOATS = ("BF16", "F16", "F32")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -48,7 +48,6 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> 
     _compare(folder, set(expected), set(where), config.tied)
     tensors = _read(folder, {name: where[name] for name in expected}, expected, dtype, device)
     model.load_state_dict(tensors, strict=True, assign=True)
-    model.frequencies = rope_frequencies(config.rope, config.head_dim)
     return model.eval().requires_grad_(False)
 
 
