@@ -33,15 +33,12 @@ class Tokenizer:
             raise FileNotFoundError(
                 f"{folder} has no tokenizer (tokenizer.json); text cannot become tokens without it"
             )
-        if (
-            folder / "tokenizer.json"
-        ).is_file():  # says all there is to say: no need to look up the model's own class
-            from transformers import (
-                PreTrainedTokenizerFast as kind,
-            )  # imported here: not everybody reads text
+        # The imports stand here because not everybody reads text, and each costs half a second or more.
+        if (folder / "tokenizer.json").is_file():  # it says all there is: no need for the model's own class
+            from transformers import PreTrainedTokenizerFast as Loader
         else:
-            from transformers import AutoTokenizer as kind
-        hf = kind.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
+            from transformers import AutoTokenizer as Loader
+        hf = Loader.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
         ids = [hf.eos_token_id] if hf.eos_token_id is not None else []
         for name in ("generation_config.json", "config.json"):
             if (folder / name).is_file():
