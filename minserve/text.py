@@ -24,6 +24,7 @@ REPLACEMENT = "\ufffd"
 class Tokenizer:
     def __init__(self, hf, eos_token_ids: tuple[int, ...]):
         self.hf, self.eos_token_ids = hf, eos_token_ids
+        self.special_ids = frozenset(hf.all_special_ids)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
@@ -122,6 +123,8 @@ class Detokenizer:
 
     def _certain(self, token: int, text: str) -> int:
         """How much of the window's text no later id can change."""
+        if token in self.tokenizer.special_ids:
+            return len(self.emitted)  # prints nothing, and does not end a run of bytes either
         if _is_byte(self.tokenizer.hf.convert_ids_to_tokens(token)):
             return len(self.emitted)  # a run of byte tokens is decoded as a whole: wait for its end
         return len(text) - text.endswith(REPLACEMENT)  # one character may be unfinished: one U+FFFD
