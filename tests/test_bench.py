@@ -19,6 +19,8 @@ from minserve.model import Model
 from minserve.prefill_decode import attend_afresh, generate, generate_without_cache
 from minserve.request import SamplingParams
 
+pytestmark = pytest.mark.slow  # processes and whole commands: left out of `make quick`
+
 TINY = replace(  # 6 query / 2 KV heads, head 16, an odd vocabulary, 3 layers
     SHAPES["smollm2-135m"],
     vocab_size=251,

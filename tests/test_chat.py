@@ -15,6 +15,8 @@ from minserve.request import SamplingParams
 from minserve.text import Tokenizer
 from minserve.weights import load
 
+pytestmark = pytest.mark.slow  # processes and whole commands: left out of `make quick`
+
 CHAT = [sys.executable, "-m", "minserve", "chat"]
 
 

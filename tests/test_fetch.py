@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from minserve import fetch, sources
 
+pytestmark = pytest.mark.slow  # processes and whole commands: left out of `make quick`
+
 FETCH = "import sys; from minserve.__main__ import main; sys.exit(main(['fetch', *sys.argv[1:]]))"
 FETCH_WHEEL = """
 import json, sys

@@ -13,7 +13,10 @@ import pytest
 from minserve import kernels
 from minserve.kernels import INTERPRETED, silu_mul
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="wrong kernels run in the interpreter only")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not INTERPRETED, reason="wrong kernels run in the interpreter only"),
+]
 
 
 def battery(name, module):
