@@ -7,15 +7,22 @@ Conventions, where tools differ
     temperature 0 (or below GREEDY_BELOW)   greedy: the largest logit, no draw
     top_k 0 or -1, or >= the vocabulary      no limit
     top_p 1.0                                no limit; 0 is refused (it would keep nothing)
+    min_p 0.0                                no limit; else keeps tokens at least min_p times as likely as the first
     seed None                                a fresh seed for each request, so that two requests that share one object
                                              still differ; the same seed gives the same text
+    n                                        completion i of a request draws with seed_of(seed, i)
     max_tokens None                          until the model stops or its context is full
+    min_tokens                               until so many tokens are out, the stop ids cannot be drawn and a stop
+                                             string does not end the text (one that begins earlier never will)
+    presence, frequency penalty              count the answer so far; repetition_penalty counts the prompt as well
+    stop                                     text that ends the answer and is not part of it; a str is one such text
+    logprobs                                 of the model's own distribution, before anything here changes it
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GREEDY_BELOW = 1e-5  # one threshold for the whole package: below it a division by temperature overflows
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -27,40 +34,104 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)  # a copy of what was given
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self):
-        if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= 1):
-            raise ValueError(
-                f"max_tokens is {self.max_tokens!r}; ask for a whole number of at least 1, or None"
-            )
-        if not _is_number(self.temperature) or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(
-                f"temperature is {self.temperature!r}; it must be a finite number >= 0 (0 is greedy)"
-            )
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise ValueError(
-                f"top_k is {self.top_k!r}; it must be a whole number >= 1, or 0 or -1 for no limit"
-            )
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p!r}; it must lie in (0, 1]; 1 is no limit")
-        if self.seed is not None and not _is_int(self.seed):
-            raise ValueError(f"seed is {self.seed!r}; it must be a whole number, or None for a fresh one")
-        if isinstance(self.stop_token_ids, int) or not all(
-            _is_int(i) and i >= 0 for i in self.stop_token_ids
-        ):
-            raise ValueError(
-                f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids >= 0"
-            )
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name, (fits, allowed) in RULES.items():
+            if not fits(value := getattr(self, name)):
+                raise ValueError(f"{name} is {value!r}; {allowed}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens:,}, more than max_tokens {self.max_tokens:,}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "logit_bias", {int(i): float(b) for i, b in self.logit_bias.items()})
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def penalises(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """What only the model's vocabulary can tell. Raises ValueError with the parameter's name."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if wrong := [i for i in ids if i >= vocab_size]:
+            raise ValueError(
+                f"{name} names token id {wrong[0]:,}, and the vocabulary ends at {vocab_size - 1:,}"
+            )
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        raise ValueError(f"logprobs is {params.logprobs}; the vocabulary has only {vocab_size} tokens")
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of a request's completion number `index`: 0 keeps the seed, the others scatter over 64 bits."""
+    return seed if index == 0 else _mix(_mix(seed) + index)
+
+
+def _mix(x: int) -> int:
+    """A bijection of 64 bits in which every input bit turns about half of the output (splitmix64)."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+# ---------------------------------------------------------------- what each parameter may be
 def _is_int(x) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)  # True is an int in Python, and never a count
 
 
 def _is_number(x) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    return isinstance(x, int | float) and not isinstance(x, bool) and -1e308 < x < 1e308  # finite, no NaN
+
+
+def _is_list(x) -> bool:
+    return isinstance(x, list | tuple | set | frozenset)
+
+
+def _is_bias(x) -> bool:
+    """{token id: number}; JSON has only strings for keys, so "7" is 7 (and cannot stand beside it)."""
+    if not hasattr(x, "items"):
+        return False
+    ids = [str(i) if _is_int(i) else i for i in x]
+    numeric = all(isinstance(i, str) and i.isascii() and i.isdigit() for i in ids)
+    return numeric and len({int(i) for i in ids}) == len(x) and all(_within(-100, b, 100) for b in x.values())
+
+
+def _within(low, x, high) -> bool:
+    return _is_number(x) and low <= x <= high
+
+
+RULES = {
+    "max_tokens": (lambda x: x is None or (_is_int(x) and x >= 1),
+                   "ask for a whole number of at least 1, or None"),
+    "temperature": (lambda x: _is_number(x) and x >= 0, "it must be a finite number >= 0 (0 is greedy)"),
+    "top_k": (lambda x: _is_int(x) and x >= -1, "it must be a whole number >= 1, or 0 or -1 for no limit"),
+    "top_p": (lambda x: _is_number(x) and 0 < x <= 1, "it must lie in (0, 1]; 1 is no limit"),
+    "min_p": (lambda x: _within(0, x, 1), "it must lie in [0, 1]; 0 is no limit"),
+    "seed": (lambda x: x is None or _is_int(x), "it must be a whole number, or None for a fresh one"),
+    "stop_token_ids": (lambda x: _is_list(x) and all(_is_int(i) and i >= 0 for i in x),
+                       "it must be a list of token ids >= 0"),
+    "presence_penalty": (lambda x: _within(-2, x, 2), "it must lie in [-2, 2]; 0 is none"),
+    "frequency_penalty": (lambda x: _within(-2, x, 2), "it must lie in [-2, 2]; 0 is none"),
+    "repetition_penalty": (lambda x: _within(0.01, x, 100), "it must lie in [0.01, 100]; 1 is none"),
+    "logit_bias": (_is_bias, "it must map token ids >= 0 to numbers in [-100, 100], each id once"),
+    "n": (lambda x: _is_int(x) and x >= 1, "ask for a whole number of completions, at least 1"),
+    "stop": (lambda x: _is_list(x) and all(isinstance(s, str) and s for s in x),
+             "it must be a text or a list of texts, none of them empty (an empty one would stop at once)"),
+    "min_tokens": (lambda x: _is_int(x) and x >= 0, "it must be a whole number >= 0"),
+    "logprobs": (lambda x: x is None or (_is_int(x) and 0 <= x <= MOST_LOGPROBS),
+                 f"ask for 0 to {MOST_LOGPROBS} alternatives, or None"),
+}  # fmt: skip
