@@ -38,7 +38,7 @@ from minserve.kernels.decode_attention import LOG2_E, MERGE_TILE, _merge_kernel,
 from minserve.kernels.decode_attention import tiles as decode_tiles
 from minserve.kernels.prefill_attention import prefill_attention_reference
 
-MOST_QUERIES = 16  # of one row in a decode step
+MOST_QUERIES = 16  # of a row in one step of decode
 MOST_ROWS = 64  # queries x heads of the group in one tile; more of them are several programs
 
 
@@ -48,22 +48,130 @@ def paged_attention_reference(
 ):
     """Copy what each row sees out of its pages, in order of position, and attend to that."""
     S = k_cache.shape[1]
-    k, v = [], []  # per row [length, G, D]
+    queries = starts_q[1:] - starts_q[:-1]  # [B]
+    lengths = lengths * (queries > 0)  # a row without queries sees nothing
+    k, v = ([q.new_zeros(0, *k_cache.shape[2:])] for _ in range(2))  # per row [length, G, D]
     for b, n in enumerate(lengths.tolist()):
-        first = n - int(starts_q[b + 1] - starts_q[b])  # position of the row's first query
         j = torch.arange(n, device=q.device)
-        seen = j >= 0 if window is None else (j > first - window) | (j < sinks)  # by one query at least
-        if first == n:
-            seen = j < 0  # no query: nothing is seen
-        j = j[seen]
+        if window is not None:  # what the row's first query sees, and later ones
+            j = j[(j > n - queries[b] - window) | (j < sinks)]
         page = pages[b, j // S].long()
         for own, cache in ((k, k_cache), (v, v_cache)):
             own.append(cache.new_zeros(n, *cache.shape[2:]))
-            own[-1][seen] = cache[page, j % S]
+            own[-1][j] = cache[page, j % S]
     starts_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()  # [B + 1]
-    most = int((starts_q[1:] - starts_q[:-1]).max()) if len(lengths) else 0
-    k, v = (torch.cat(own) if own else q.new_zeros(0, *k_cache.shape[2:]) for own in (k, v))
-    return prefill_attention_reference(q, k, v, starts_q, starts_k, most, window, sinks)
+    most = max(queries.tolist(), default=0)
+    return prefill_attention_reference(
+        q, torch.cat(k), torch.cat(v), starts_q, starts_k, most, window, sinks
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the kernels
+# fmt: off
+@triton.jit
+def attend_page_tile(
+    running_max, running_sum, acc, q, k_ptr, v_ptr, table_ptr,
+    k_stride_p, k_stride_s, v_stride_p, v_stride_s, scale,
+    start, position, oldest, newest,                        # oldest .. newest and the sinks are mine to read
+    MASKED: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """One step of the online softmax: positions start .. start + BLOCK_N - 1 stream past the rows of q."""
+    j = start + tl.arange(0, BLOCK_N)                                                          # [N]
+    d = tl.arange(0, BLOCK_D)                                                                  # [D]
+    live = (d < D)[None, :]                     # [1, D]; all true, and no mask at all, when D is a power of 2
+    if MASKED:
+        mine = j <= newest                                                                     # [N]
+        if WINDOW is not None:
+            mine = mine & ((j >= oldest) | (j < SINKS))
+        live = live & mine[:, None]                                                            # [N, D]
+        page = tl.load(table_ptr + j // S, mask=mine, other=0)                                 # [N]
+    else:
+        page = tl.load(table_ptr + j // S)                                                     # [N]
+    page = page.to(tl.int64)                                # int64: page * stride passes 2**31 in a big cache
+    k_tile = k_ptr + (page * k_stride_p + j % S * k_stride_s)[:, None] + d[None, :]            # [N, D]
+    k = tl.load(k_tile, mask=live, other=0.0)                                                  # [N, D]
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale                             # [R, N]
+    if MASKED:
+        seen = (j[None, :] <= position[:, None]) & mine[None, :]                               # [R, N]
+        if WINDOW is not None:
+            seen = seen & ((j[None, :] > position[:, None] - WINDOW) | (j < SINKS)[None, :])
+        score = tl.where(seen, score, -float("inf"))
+
+    new_max = tl.maximum(running_max, tl.max(score, axis=1))                                   # [R]
+    if MASKED:
+        base_max = tl.where(new_max == -float("inf"), 0.0, new_max)    # nothing seen yet: no inf - inf
+    else:
+        base_max = new_max                                                                     # [R]
+    shrink = tl.exp2(running_max - base_max)                # rescales what was summed under the old maximum
+    weight = tl.exp2(score - base_max[:, None])                                                # [R, N]
+    running_sum = running_sum * shrink + tl.sum(weight, axis=1)                                # [R]
+    v_tile = v_ptr + (page * v_stride_p + j % S * v_stride_s)[:, None] + d[None, :]            # [N, D]
+    v = tl.load(v_tile, mask=live, other=0.0)                                                  # [N, D]
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")         # [R, D]
+    return new_max, running_sum, acc
+
+
+@triton.jit
+def _paged_decode_kernel(
+    q_ptr, k_ptr, v_ptr, pages_ptr, starts_q_ptr, lengths_ptr,
+    out_ptr, lse_ptr,                                  # [splits, T, H, D], [splits, T, H] or None: 1 split
+    q_stride, k_stride_p, k_stride_s, v_stride_p, v_stride_s, pages_stride,
+    tokens, splits, scale,                                  # T; log2(e) / sqrt(D)
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,              # WINDOW: positions a query sees, or None for all
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # Who am I?  One program = one split of BLOCK_R rows (query x head of one group) of one row of the step.
+    R: tl.constexpr = H // G
+    b, g, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    q_start, length = tl.load(starts_q_ptr + b), tl.load(lengths_ptr + b)
+    num_queries = tl.load(starts_q_ptr + b + 1) - q_start
+    first_row = tl.program_id(2) * BLOCK_R
+    if first_row >= num_queries * R:
+        return                                              # fewer queries than the most; padding has none
+    row = first_row + tl.arange(0, BLOCK_R)                                                    # [R]
+    d = tl.arange(0, BLOCK_D)                                                                  # [D]
+    token, head = row // R, g * R + row % R                                                    # [R]
+    own = (token < num_queries)[:, None] & (d < D)[None, :]                                    # [R, D]
+    where = (q_start + token).to(tl.int64)                                                     # [R]
+    q = tl.load(q_ptr + (where * q_stride + head * D)[:, None] + d[None, :], mask=own, other=0.0)     # [R, D]
+    first = length - num_queries                            # position of the first query
+    table_ptr = pages_ptr + b.to(tl.int64) * pages_stride
+    k_ptr += g * D                                          # my group's head, in every slot
+    v_ptr += g * D
+
+    # What do I carry?  The online softmax: running maximum, running sum, unnormalised output.
+    running_max = tl.full([BLOCK_R], -float("inf"), tl.float32)                                # [R]
+    running_sum = tl.zeros([BLOCK_R], tl.float32)                                              # [R]
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)                                             # [R, D]
+
+    # What do I read?  My share of the row's own tiles: those with sinks, then those from the window on.
+    begin, oldest, sink_tiles = 0, 0, 0
+    if WINDOW is not None:
+        oldest = tl.maximum(first - WINDOW + 1, 0)
+        begin = oldest // BLOCK_N * BLOCK_N
+        sink_tiles = tl.cdiv(tl.minimum(SINKS, begin), BLOCK_N)
+    tiles = sink_tiles + tl.cdiv(length - begin, BLOCK_N)
+    share = tl.cdiv(tiles, splits)
+    for i in range(split * share, tl.minimum((split + 1) * share, tiles)):
+        start = i * BLOCK_N
+        if WINDOW is not None:
+            start = tl.where(i < sink_tiles, start, begin + (i - sink_tiles) * BLOCK_N)
+        running_max, running_sum, acc = attend_page_tile(
+            running_max, running_sum, acc, q, k_ptr, v_ptr, table_ptr,
+            k_stride_p, k_stride_s, v_stride_p, v_stride_s, scale, start, first + token, oldest, length - 1,
+            True, S, D, WINDOW, SINKS, BLOCK_N, BLOCK_D,
+        )
+
+    out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]    # [R, D]; rows that saw nothing: 0 / 1
+    place = (tl.cast(split, tl.int64) * tokens + where) * H + head                             # [R]
+    tl.store(out_ptr + place[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=own)
+    if lse_ptr is not None:
+        # Base 2, like everything here. A split that saw nothing has max -inf: its weight in the merge is 0.
+        lse = running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))               # [R]
+        tl.store(lse_ptr + place, lse, mask=token < num_queries)
+# fmt: on
 
 
 # ---------------------------------------------------------------- the launcher
@@ -72,11 +180,55 @@ def paged_decode(
     window: int | None = None, sinks: int = 0,
 ):  # fmt: skip
     """Attend up to 16 new tokens per row over its pages. Shapes: see the module docstring."""
+    if max_queries > MOST_QUERIES:
+        raise ValueError(
+            f"paged_decode: up to {max_queries} queries per row, and one step of decode has at most "
+            f"{MOST_QUERIES}; use paged_prefill"
+        )
     check(
         "paged_decode", q, k_cache, v_cache, pages, starts_q, lengths, max_queries, max_length, window, sinks
     )
     if not on_triton(q):
         return paged_attention_reference(q, k_cache, v_cache, pages, starts_q, lengths, window, sinks)
+    H, D = q.shape[1:]
+    B, G, R = len(lengths), k_cache.shape[2], H // k_cache.shape[2]
+    block = tiles(D, q.dtype, architecture(q.device), max_queries * R)
+    programs = B * G * triton.cdiv(max_queries * R, block["BLOCK_R"])
+    visible = max_length if window is None else min(max_length, window + max_queries - 1 + sinks)
+    splits = splits_for(programs, triton.cdiv(visible, block["BLOCK_N"]), processors(q.device))
+    case = q, k_cache, v_cache, pages, starts_q, lengths
+    return attend_in_splits(*case, max_queries, splits, window, sinks)
+
+
+def attend_in_splits(
+    q, k_cache, v_cache, pages, starts_q, lengths, max_queries: int, splits: int,
+    window: int | None = None, sinks: int = 0,
+):  # fmt: skip
+    """The launch itself, for a given number of splits: it changes the time, never the answer."""
+    (T, H, D), B, (_, S, G, _) = q.shape, len(lengths), k_cache.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if T == 0 or B == 0 or max_queries == 0:
+        return out
+    block = tiles(D, q.dtype, architecture(q.device), max_queries * (H // G))
+    partial, lse = out, None
+    if splits > 1:
+        partial = torch.empty((splits, T, H, D), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, T, H), dtype=torch.float32, device=q.device)
+    _paged_decode_kernel[(B * G, splits, triton.cdiv(max_queries * (H // G), block["BLOCK_R"]))](
+        q, k_cache, v_cache, pages, starts_q, lengths, partial, lse,
+        q.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], pages.stride(0),
+        T, splits, LOG2_E * D**-0.5, H=H, G=G, D=D, S=S, WINDOW=window, SINKS=sinks, **block,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(T * H,)](
+            partial, lse, out, T * H, splits, D=D, TILE=MERGE_TILE, BLOCK_D=block["BLOCK_D"]
+        )  # fmt: skip
+    return out
+
+
+def tiles(D: int, dtype, arch: str, rows: int) -> dict:
+    """decode_attention's choice, for `rows` = queries x heads of the group, 64 of them at most per program."""
+    return decode_tiles(D, dtype, arch, min(rows, MOST_ROWS))
 
 
 # ---------------------------------------------------------------- what cannot be
@@ -127,7 +279,8 @@ def _check_values(who, T, P, S, pages, starts_q, lengths, max_queries, max_lengt
             f"{who}: a row has {int(queries.max())} queries, more than max_queries = {max_queries}; the grid "
             f"would stop short of it: pass max_queries >= {int(queries.max())}"
         )
-    low, high, room = int(lengths.min()), int(lengths.max()), pages.shape[1] * S
+    busy = lengths[queries > 0].tolist()  # a row without queries may say anything
+    low, high, room = min(busy, default=0), max(busy, default=0), pages.shape[1] * S
     if low < 0 or high > min(max_length, room):
         raise ValueError(
             f"{who}: lengths from {low} to {high} do not lie between 0 and "
