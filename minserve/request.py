@@ -1,4 +1,4 @@
-"""What a caller may ask for, checked at the door. Plain Python: no tensor lives here.
+"""What a caller may ask for, checked at the door, and one request on its way. Plain Python: no tensor lives here.
 
 `SamplingParams` is one frozen object per request. A wrong value raises ValueError when the object is made, with
 the value and what is allowed, so that nothing unreasonable ever reaches a batch that other requests share.
@@ -20,6 +20,7 @@ Conventions, where tools differ
 """
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 GREEDY_BELOW = 1e-5  # one threshold for the whole package: below it a division by temperature overflows
 MOST_LOGPROBS = 20
@@ -135,3 +136,60 @@ RULES = {
     "logprobs": (lambda x: x is None or (_is_int(x) and 0 <= x <= MOST_LOGPROBS),
                  f"ask for 0 to {MOST_LOGPROBS} alternatives, or None"),
 }  # fmt: skip
+
+
+# ---------------------------------------------------------------- one request
+class Status(Enum):
+    WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+
+
+@dataclass(eq=False)  # identity: two equal prompts are still two requests
+class Request:
+    """One completion, from arrival to last token.
+
+        WAITING --admit--> RUNNING --finish--> FINISHED
+           ^------preempt-----'
+
+    Its whole state is two numbers and two lists: `tokens` (prompt, then output), `computed` (how many of them have
+    keys and values in the cache) and `pages` (where those live). What the model still owes it is
+    `owed = len(tokens) - computed`: the prompt's length at first, 1 when decoding, more again after a preemption.
+    The scheduler needs no other notion of phase.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0  # smaller is more urgent
+    salt: bytes = b""  # requests of different salts share no cached prefix
+    deadline: float | None = None  # time.monotonic() seconds
+    leader: "Request | None" = None  # n > 1: whose prompt pages this completion shares
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+        self.computed, self.status, self.finish_reason = 0, Status.WAITING, None
+        self.rank = (0, self.id)  # who goes first; the scheduler sets it on arrival
+        self.seat: int | None = None  # its row in the persistent buffers, while it is running
+        self.preemptions, self.cached_tokens = 0, 0
+        # kept by the page pool
+        self.pages: list[int] = []  # the page table, in token order
+        self.returned = 0  # entries before this one left the sliding window: stale, never read
+        self.writable = 0  # positions it may write without asking the pool
+        self.dirty = 0  # table entries from this one on have changed since the last step
+        self.chain: list = []  # the prefix index's nodes of its full pages
+        self.keys: list[tuple[bytes, bytes]] = []  # key and tokens of each full page
+
+    @property
+    def owed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that may ever be in the cache: the last one is returned, never computed."""
+        return len(self.prompt) + self.max_new_tokens - 1

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"config", "request"},  # 0  nouns: plain Python, no torch
+    {"config", "request", "step_log"},  # 0  nouns: plain Python, no torch
     {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
-    {"model", "scheduler", "sources"},  # 3  computes tokens | decides which | brings weights: strangers
+    {"model", "sampler", "scheduler", "sources"},  # 3  computes | draws | decides | brings weights: strangers
     {"prefill_decode", "speculation", "weights", "fetch"},  # 4  one request, plainly; loading
     {"engine"},  # 5  the loop
     {"server", "metrics", "cluster", "simulator"},  # 6  one machine to many
     {"lab", "bench", "__main__", "chat", "doctor"},  # 7  measures and commands
 ]
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
-NO_TORCH = {"config", "request", "pages", "scheduler"}
+NO_TORCH = {"config", "request", "step_log", "pages", "scheduler"}
 COMMANDS = {  # on the top floor, who may call whom
     "__main__": {"bench", "chat", "doctor"},
     "bench": {"lab"},

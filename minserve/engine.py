@@ -1,0 +1,406 @@
+"""The engine: requests in, text out, many at a time. One loop turns, and each turn is five lines.
+
+    plan   = scheduler.schedule()                  who, and how many tokens
+    batch  = packer.pack(plan)                     lists become tensors
+    logits = model(batch, cache)                   the only line that computes
+    tokens = sampler(logits, batch)                one per row whose debt is paid
+    done   = scheduler.commit(plan, tokens)        debts down, tokens out, pages back
+
+    Engine     add(), step(), abort(), close(): the loop's body, without a loop
+    LLM        generate(prompts): runs it until everything is answered, with a progress bar
+    Output     one completion as its reader sees it: text that only ever grows, and how it ended
+
+Nothing is lost    Bad input is refused by add(), before anything else knows of it. If a step fails, its requests are
+                   run one by one: the one that cannot be computed ends with its own error, the others go on. Every
+                   output ends exactly once: "stop", "length", "abort", "timeout" or "error".
+Story              notebooks/08_the_engine.ipynb
+"""
+
+import itertools
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from tqdm import tqdm
+
+from minserve.batch import Batch, Packer
+from minserve.fetch import resolve
+from minserve.model import Model
+from minserve.paged_attention import PagedCache
+from minserve.pages import PagePool, pages_for
+from minserve.prefill_decode import tokens_to_make
+from minserve.request import Request, SamplingParams, Status, check_vocabulary, seed_of
+from minserve.sampling import Sampler
+from minserve.scheduler import Plan, QueueFull, Scheduler
+from minserve.step_log import Row, Snapshot, StepRecord
+from minserve.text import Detokenizer, StopStrings, Tokenizer
+from minserve.weights import load
+
+
+class Output:
+    """One completion: its tokens, its text so far (a stop string never shows), and in the end why it ended."""
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None):
+        self.request, self.index = request, index
+        self.text, self.logprobs, self.error = "", [], None
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._stops = StopStrings(request.params.stop)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.outputs
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status is Status.FINISHED
+
+    def push(self, token: int, logprobs=None) -> tuple[str, bool]:
+        """A new token: the text it makes certain, and whether that completed a stop string."""
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self._detokenizer is None:
+            return "", False
+        return self._say(self._detokenizer.push(token))
+
+    def end(self) -> tuple[str, bool]:
+        """No more tokens: what was held back is text after all, unless it completes a stop string."""
+        if self._detokenizer is None:
+            return "", False
+        delta, stopped = self._say(self._detokenizer.flush())
+        if not stopped:
+            rest = self._stops.flush()
+            self.text, delta = self.text + rest, delta + rest
+        return delta, stopped
+
+    def _say(self, delta: str) -> tuple[str, bool]:
+        stopped = False
+        if len(self.tokens) > self.request.params.min_tokens:  # before that, a stop string is only text
+            delta, stopped = self._stops.push(delta)
+        self.text += delta
+        return delta, stopped
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        *,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        token_budget: int = 512,
+        max_running: int = 64,
+        prefix_caching: bool = True,
+        sinks: int = 0,
+        policy: type[Scheduler] = Scheduler,
+        pool: type[PagePool] = PagePool,
+        log_length: int = 4096,
+        snapshots: bool = False,
+        **limits,
+    ):
+        """`limits` go to the policy: chunk, max_waiting, ageing. Without a tokenizer, prompts are token ids.
+
+        Raises ValueError for limits that exclude each other.
+        """
+        config, device = model.config, model.device
+        num_pages = num_pages or default_pages(model, page_size)
+        window = None if None in config.windows else max(config.windows)
+        self.model, self.tokenizer = model, tokenizer
+        self.pages = pool(num_pages, page_size, window=window, sinks=sinks, prefix_caching=prefix_caching)
+        self.scheduler = policy(self.pages, token_budget, max_running, **limits)
+        self.cache = PagedCache(config, num_pages, page_size, model.dtype, device, sinks)
+        self.room = config.context if window else min(config.context, num_pages * page_size + 1)
+        self.packer = Packer(max_running, self.room, page_size, device)
+        self.sampler = Sampler(max_running, config.vocab_size, device)
+        self.outputs: dict[int, Output] = {}  # by request id, until they end
+        self.log: deque[StepRecord] = deque(maxlen=log_length)
+        self.snapshots, self._ids, self._clock = snapshots, itertools.count(), time.perf_counter
+
+    # ------------------------------------------------------------ the door
+    def add(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        salt: bytes = b"",
+    ) -> list[Output]:
+        """Queue one prompt: params.n outputs. `timeout`: seconds from now. `salt`: only equal salts share prefixes.
+
+        Raises ValueError for a prompt or parameters that cannot be served, QueueFull when too many wait.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        outputs = self.make(
+            prompt, params or SamplingParams(), priority=priority, deadline=deadline, salt=salt
+        )
+        self.queue(outputs)
+        return outputs
+
+    def make(self, prompt: str | list[int], params: SamplingParams, **fields) -> list[Output]:
+        """The outputs of one prompt, checked but not yet queued. Raises ValueError."""
+        prompt, most, stop_ids = self._checked(prompt, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        outputs: list[Output] = []
+        for index in range(params.n):
+            leader = outputs[0].request if outputs else None
+            request = Request(
+                next(self._ids), prompt, params, most, seed_of(seed, index), stop_ids, leader=leader, **fields
+            )
+            outputs.append(Output(request, index, self.tokenizer))
+        self.scheduler.check_fits(outputs[0].request)
+        return outputs
+
+    def queue(self, outputs: list[Output]) -> None:
+        """Hand them to the scheduler, all or none. Raises QueueFull."""
+        for i, output in enumerate(outputs):
+            try:
+                self.scheduler.add(output.request)
+            except QueueFull:
+                self.abort(outputs[:i])
+                raise
+            self.outputs[output.request.id] = output
+
+    def _checked(
+        self, prompt: str | list[int], params: SamplingParams
+    ) -> tuple[list[int], int, frozenset[int]]:
+        """The prompt's ids, how many tokens it may make, and the ids that stop it. Raises ValueError."""
+        config = self.model.config
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "the prompt is text, but the engine has no tokenizer: give token ids, or Engine(model, tokenizer)"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                "stop strings need text, and the engine has no tokenizer: use stop_token_ids, or give it one"
+            )
+        check_vocabulary(params, config.vocab_size)
+        most = tokens_to_make(config, prompt, params)
+        if params.max_tokens is None:  # as much as there is room for: in the context, and in the pool
+            most = min(most, max(1, self.room - len(prompt)))
+        eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        ends = () if params.ignore_eos else {*config.eos_token_ids, *eos}
+        return list(prompt), most, frozenset({*params.stop_token_ids, *ends})
+
+    # ------------------------------------------------------------ the loop's body
+    def step(self) -> list[tuple[Output, str]]:
+        """One turn. Returns (output, its new text) for each that got a token or ended."""
+        marks = [self._clock()]
+        late = self.scheduler.expire(time.monotonic())
+        plan = self.scheduler.schedule()
+        marks.append(self._clock())
+        news = [self._end(request) for request in late]
+        record = self._record(plan, marks[0]) if plan or late else None
+        if plan:
+            news += self._compute(plan, marks)
+        if record:
+            record.seconds = dict(
+                zip(
+                    ("schedule", "pack", "model", "sample", "commit"),
+                    map(_difference, itertools.pairwise(marks)),
+                )
+            )
+            record.finished = {out.request.id: out.finish_reason for out, _ in news if out.finished}
+            self.log.append(record)
+        return news
+
+    def _compute(self, plan: Plan, marks: list[float]) -> list[tuple[Output, str]]:
+        try:
+            batch, sampled = self._run(plan, marks)
+        except Exception as error:  # whatever it is: it must not take the others along
+            return self._one_by_one(plan, error, marks)
+        return self._settle(batch, sampled, marks)
+
+    def _run(self, plan: Plan, marks: list[float]):
+        """Pack, compute, sample."""
+        batch = self.packer.pack(plan)
+        for r in batch.fresh:
+            self.sampler.put(r.seat, r.params, r.seed, r.prompt, r.outputs, r.stop_ids)
+        self.cache.copy(self.pages.copies)
+        marks.append(self._clock())
+        logits = self.model(batch.ids, batch.positions, self.cache.attend_for(batch), rows=batch.last)
+        marks.append(self._clock())
+        requests = [batch.plan[b][0] for b in batch.sampled]
+        sampled = self.sampler(logits, batch.seats, [len(r.tokens) - len(r.prompt) for r in requests])
+        self.packer.note(batch, sampled.tokens)
+        self.pages.copies.clear()
+        return batch, sampled
+
+    def _settle(self, batch: Batch, sampled, marks: list[float]) -> list[tuple[Output, str]]:
+        """Commit the step, then give each reader what is new."""
+        drawn = sampled.tokens.tolist()
+        marks.append(self._clock())
+        logprobs = sampled.logprobs or itertools.repeat(None)
+        tokens, news = [0] * len(batch.plan), []
+        for b, token in zip(batch.sampled, drawn):
+            tokens[b] = token
+            if token < 0:
+                self._fail(
+                    batch.plan[b][0],
+                    ValueError("its logits hold NaN; the model's weights or its cache are broken"),
+                )
+        before = [len(batch.plan[b][0].tokens) for b in batch.sampled]
+        self.scheduler.commit(batch.plan, tokens)
+        for b, length, its in zip(batch.sampled, before, logprobs):
+            if (output := self.outputs.get(batch.plan[b][0].id)) is not None:
+                news.append(self._tell(output, length, its))
+        marks.append(self._clock())
+        return news
+
+    def _tell(self, output: Output, length: int, logprobs) -> tuple[Output, str]:
+        """A request's new token as text. Trouble with one reader's text is that reader's alone."""
+        request, delta, stopped = output.request, "", False
+        try:
+            if len(request.tokens) > length:
+                delta, stopped = output.push(request.tokens[-1], logprobs)
+        except Exception as error:
+            self._fail(request, error)
+        if stopped:
+            self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"  # also where this was the last token allowed
+            del self.outputs[request.id]
+        elif request.status is Status.FINISHED:
+            delta += self._end(request)[1]
+        return output, delta
+
+    def _end(self, request: Request) -> tuple[Output, str]:
+        output = self.outputs.pop(request.id)
+        try:
+            delta, stopped = output.end()
+        except Exception as error:
+            output.error, request.finish_reason = output.error or error, "error"
+            return output, ""
+        if stopped:
+            request.finish_reason = "stop"
+        return output, delta
+
+    # ------------------------------------------------------------ when something goes wrong
+    def _one_by_one(self, plan: Plan, error: Exception, marks: list[float]) -> list[tuple[Output, str]]:
+        """A step failed. Run its requests alone: those that fail again are at fault. Nothing was committed yet."""
+        news = []
+        for request, num_tokens in plan:
+            request.dirty = 0  # its seat may be half written
+            times: list[float] = []
+            try:
+                batch, sampled = self._run([(request, num_tokens)], times)
+            except Exception as its_own:
+                self._fail(request, its_own)
+                news.append(self._end(request))
+            else:
+                news += self._settle(batch, sampled, times)
+        marks += [self._clock()] * (5 - len(marks) + 1)
+        return news
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.outputs[request.id].error = error
+        self.scheduler.finish(request, "error")
+        request.finish_reason = "error"
+
+    def abort(self, outputs: Iterable[Output]) -> None:
+        """End these now, whatever they are doing. Their pages are back when this returns."""
+        for output in outputs:
+            if not output.finished:
+                self.scheduler.finish(output.request, "abort")
+                self._end(output.request)
+
+    def close(self) -> None:
+        self.abort(list(self.outputs.values()))
+
+    # ------------------------------------------------------------ the log
+    def _record(self, plan: Plan, start: float) -> StepRecord:
+        s, pages = self.scheduler, self.pages
+        rows = [Row(r.id, n, r.computed, r.computed + n == len(r.tokens)) for r, n in plan]
+        return StepRecord(
+            s.steps, start, {}, rows, [r.id for r in s.waiting[:64]], len(s.running), len(pages.free),
+            len(pages.cached), pages.in_use, list(s.gave_way), {}, self._snapshot() if self.snapshots else None,
+        )  # fmt: skip
+
+    def _snapshot(self) -> Snapshot:
+        pages = self.pages
+        known = {page: node.key.hex()[:6] for page, node in enumerate(pages.nodes) if node}
+        tables = {r.id: list(r.pages) for r in self.scheduler.running}
+        return Snapshot(tables, list(pages.references), known, list(pages.cached))
+
+
+class LLM(Engine):
+    """An engine that runs until everything it was given is answered."""
+
+    def __init__(self, model: Model | str | None = None, tokenizer: Tokenizer | None = None, **options):
+        """`model`: a Model, or the name of one (folder, hub id; None is SmolLM2-135M-Instruct). Options: see Engine."""
+        if not isinstance(model, Model):
+            folder = resolve(model)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            model, tokenizer = load(folder, device=device), tokenizer or Tokenizer.load(folder)
+        super().__init__(model, tokenizer, **options)
+
+    def generate(
+        self,
+        prompts: str | list,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        each: Callable[[Output, str], None] | None = None,
+    ) -> list[list[Output]]:
+        """Answer every prompt (text, or token ids): params.n outputs for each. each(output, text) hears them grow.
+
+        Raises ValueError, naming the prompt, before any work is done, if one of them can never be served.
+        """
+        single = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], int)
+        prompts = [prompts] if single else list(prompts)
+        all_params = (
+            list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(prompts)
+        )
+        if len(all_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts):,} prompts and {len(all_params):,} params: give one for all, or one for each"
+            )
+        results = []
+        for i, (prompt, its) in enumerate(zip(prompts, all_params)):
+            try:
+                results.append(self.make(prompt, its))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from None
+        self._run_all(results, sys.stderr.isatty() if progress is None else progress, each)
+        return results
+
+    def _run_all(self, results: list[list[Output]], progress: bool, each) -> None:
+        unqueued = deque(results)
+        with tqdm(total=sum(map(len, results)), unit="answer", disable=not progress) as bar:
+            try:
+                while unqueued or self.outputs:
+                    while unqueued and self.scheduler.room >= min(
+                        len(unqueued[0]), self.scheduler.max_waiting
+                    ):
+                        self.queue(unqueued.popleft())
+                    for output, delta in self.step():
+                        if each:
+                            each(output, delta)
+                        bar.update(output.finished)
+            except BaseException:  # Ctrl-C too: leave nothing behind
+                self.close()
+                raise
+
+
+def default_pages(model: Model, page_size: int) -> int:
+    """On a GPU, what 80 % of the free memory holds; elsewhere 16,384 tokens, which cost memory only once written."""
+    config = model.config
+    if model.device.type != "cuda":
+        return pages_for(16_384, page_size)
+    free, _ = torch.cuda.mem_get_info()
+    per_page = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * page_size * model.dtype.itemsize
+    )
+    return max(1, int(0.8 * free) // per_page)
+
+
+def _difference(pair: tuple[float, float]) -> float:
+    return pair[1] - pair[0]

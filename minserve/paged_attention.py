@@ -1,0 +1,168 @@
+"""The KV cache as pages: tensors, and three ways to attend to them. Who owns a page is pages.py's business.
+
+Layout   one pair of tensors per layer, k[layer] and v[layer], each [P, S, G, D]: P pages of S slots, G key/value
+         heads, D channels. One slot's number everywhere is page * S + offset.
+
+    CUDA, or the interpreter    kernels/paged_attention.py: the pages are read where they lie
+    a plain CPU                 Gathered, below: what each row sees is copied side by side, then PyTorch's own
+                                fused attention runs on the padded rectangle. No loop over requests: rows of
+                                similar size form a group, and a group is one call.
+
+The pool is allocated once, as large as was asked for. It starts as zeros, so its pages cost nothing until written.
+
+Invariants   a slot is written by the step that computes its token, before any row reads it, and then never again
+             rows read only slots they own: not those past their length, not those left behind by a window
+Sources      PagedAttention, Kwon et al. 2023 (arXiv:2309.06180), sec. 4
+Story        notebooks/05_paged_attention.ipynb
+"""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from minserve.config import ModelConfig
+from minserve.kernels import on_triton
+from minserve.kernels.kv_write import kv_write
+from minserve.kernels.paged_attention import paged_decode
+from minserve.kernels.paged_prefill import paged_prefill
+
+
+class PagedCache:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int = 16,
+        dtype=torch.float32,
+        device="cpu",
+        sinks: int = 0,
+    ):
+        shape = num_pages, page_size, config.num_kv_heads, config.head_dim
+        self.config, self.sinks = config, sinks
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.k, *self.v))
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Carry out copies (from, to) of whole pages: all are read before any is written, so order does not matter."""
+        if pairs:
+            source, target = torch.tensor(pairs, device=self.k[0].device).T
+            for pool in (*self.k, *self.v):
+                pool[target] = pool[source]
+
+    def attend_for(self, batch):
+        """The `attend` of one step (a batch.Batch): stores its keys and values, then lets every row look at its past."""
+        gathered = {}
+        if not on_triton(self.k[0]):
+            gathered = {
+                w: Gathered(batch, self.k[0].shape[1], w, self.sinks) for w in set(self.config.windows)
+            }
+
+        def attend(layer: int, q, k, v):
+            pool_k, pool_v, window = self.k[layer], self.v[layer], self.config.windows[layer]
+            kv_write(k, v, pool_k.flatten(0, 1), pool_v.flatten(0, 1), batch.slots)
+            if gathered:
+                return gathered[window].attend(q, pool_k.flatten(0, 1), pool_v.flatten(0, 1))
+            return self._in_place(batch, q, pool_k, pool_v, window)
+
+        return attend
+
+    def _in_place(self, batch, q, pool_k, pool_v, window: int | None):
+        """Two kernels on two slices: single tokens, then chunks."""
+        n, out, sinks = batch.num_singles, torch.empty_like(q), self.sinks if window else 0
+        lengths, longest = batch.lengths, max(batch.host_lengths)
+        if n:
+            out[:n] = paged_decode(
+                q[:n],
+                pool_k,
+                pool_v,
+                batch.tables[:n],
+                batch.starts[: n + 1],
+                lengths[:n],
+                1,
+                longest,
+                window,
+                sinks,
+            )
+        if n < len(batch.plan):
+            starts, most = batch.starts[n:] - n, max(batch.counts[n:])
+            out[n:] = paged_prefill(
+                q[n:], pool_k, pool_v, batch.tables[n:], starts, lengths[n:], most, window, sinks
+            )
+        return out
+
+
+class Gathered:
+    """One step's attention on a CPU, for layers of one window: where to read, prepared once for all of them."""
+
+    def __init__(self, batch, page_size: int, window: int | None, sinks: int):
+        rows = sorted(
+            range(len(batch.plan)), key=lambda b: (batch.counts[b], batch.host_lengths[b]), reverse=True
+        )
+        self.groups = []
+        while rows:
+            n, length = batch.counts[rows[0]], batch.host_lengths[rows[0]]
+            group = [b for b in rows if 2 * batch.counts[b] > n and 2 * batch.host_lengths[b] > length]
+            rows = [b for b in rows if not (2 * batch.counts[b] > n and 2 * batch.host_lengths[b] > length)]
+            self.groups.append(_Group(batch, group, page_size, window, sinks))
+
+    def attend(self, q, k, v):
+        """q [T, H, D]; k and v [slots, G, D]."""
+        out = torch.empty_like(q)
+        for group in self.groups:
+            group.attend(q, k, v, out)
+        return out
+
+
+class _Group:
+    """Rows that are padded to one rectangle: C rows of n queries that see w positions."""
+
+    def __init__(self, batch, rows: list[int], page_size: int, window: int | None, sinks: int):
+        at = torch.tensor(rows)
+        counts = torch.tensor([batch.counts[b] for b in rows])  # [C]
+        lengths = torch.tensor([batch.host_lengths[b] for b in rows])  # [C]
+        first = lengths - counts  # position of each row's first query
+        begin = torch.zeros_like(first) if window is None else (first - window + 1).clamp(min=0)
+        sinks = min(sinks, int(begin.max())) if window else 0
+        width = int((lengths - begin).max())
+        j = begin[:, None] + torch.arange(-sinks, width)  # [C, w]: the window, and before it
+        j[:, :sinks] = torch.arange(sinks)  # the sinks
+        p = first[:, None] + torch.arange(int(counts.max()))  # [C, n] position of each query
+        seen = (j[:, None] <= p[:, :, None]) & (j < lengths[:, None])[:, None]  # [C, n, w]
+        if window is not None:
+            seen &= (j[:, None] > p[:, :, None] - window) | (j < sinks)[:, None]
+            seen[..., :sinks] &= (
+                torch.arange(sinks) < begin[:, None, None]
+            )  # a sink inside the window counts once
+        own = torch.where(
+            seen.any(1), j, (lengths - 1)[:, None]
+        )  # [C, w]: what nobody sees points at what all own
+        self.index = (
+            batch.tables[at[:, None], own // page_size] * page_size + own % page_size
+        ).long()  # [C, w]
+        query = torch.arange(seen.shape[1])
+        self.place = (batch.starts[at][:, None] + query.clamp(max=counts[:, None] - 1)).long()  # [C, n]
+        self.real = None if bool((counts == counts[0]).all()) else (query < counts[:, None])  # [C, n]
+        seen[:, :, 0] |= ~seen.any(-1)  # padding queries see something, so that no softmax is 0/0
+        self.seen = None if bool(seen.all()) else seen[:, None]  # [C, 1, n, w]
+        self.bias = None
+
+    def attend(self, q, k, v, out) -> None:
+        (C, n), (_, H, D), G = self.place.shape, q.shape, k.shape[1]
+        R = H // G
+        rows = q[self.place].view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
+        keys, values = (
+            x.flatten(1).index_select(0, self.index.flatten()).view(C, -1, G, D).transpose(1, 2)
+            for x in (k, v)
+        )  # [C, G, w, D]
+        if self.seen is not None and self.bias is None:
+            self.bias = torch.zeros(self.seen.shape, dtype=q.dtype).masked_fill(~self.seen, -torch.inf)
+            self.bias = self.bias.repeat_interleave(R, 2)  # [C, 1, n R, w]
+        made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)
+        made = made.view(C, G, n, R, D).transpose(1, 2).reshape(C, n, H, D)
+        if self.real is None:
+            out[self.place] = made
+        else:
+            out[self.place[self.real]] = made[self.real]

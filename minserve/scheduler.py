@@ -1,0 +1,264 @@
+"""Each step, how many tokens of which request the model computes. Plain Python: no tensor, no clock.
+
+There is no prefill mode and no decode mode. Every request owes the model `owed` tokens, and a step pays debts under
+three limits: a token budget (how long a step may take), free pages (how much cache there is), and seats. A long
+prompt paid in several steps is chunked prefill; a request that joins while others decode is continuous batching;
+resuming after a preemption and continuing behind a cached prefix are larger and smaller debts, nothing more.
+
+One order     rank = arrival step + ageing * priority, then id. The best rank is served first and the worst gives way:
+              urgent before not, first come first served within a class, and a class is worth `ageing` steps of waiting.
+One promise   every decoding request gets its token in every step (the budget is at least max_running), prompts share
+              what is left. So a long prompt cannot stop the others, nor can they stop it.
+Making room   when pages run out, the running request of the worst rank returns everything and waits again. It will
+              recompute its tokens, from the cached prefix if that is still there: preemption by recompute.
+
+Invariants, held after every call and checked by tests/test_scheduler.py
+    planned tokens <= token_budget; running requests <= max_running; waiting ones <= max_waiting
+    a planned request owns pages, none of them shared, for every token it is about to compute
+    a waiting or finished request owns no page and no seat; who was preempted is not admitted in the same step
+    the best-ranked request is never preempted, so it finishes, and then the next one is the best
+Starvation    a request waits only for those of better rank. Nobody who arrives more than ageing * (its priority -
+              theirs) steps later is among them: the bound for overtaking, in steps.
+Sources  iteration-level scheduling, Yu et al. 2022 (Orca, OSDI); chunked prefill, Agrawal et al. 2023 (SARATHI,
+         arXiv:2308.16369); one debt for both phases: the vLLM v1 scheduler
+Story    notebooks/07_continuous_batching.ipynb
+"""
+
+from bisect import insort
+from heapq import heappop, heappush
+
+from minserve.pages import PagePool
+from minserve.request import Request, Status
+
+Plan = list[tuple[Request, int]]  # who, and how many tokens
+
+
+class QueueFull(RuntimeError):
+    """There are already max_waiting requests in the queue: come back later."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill."""
+
+    def __init__(
+        self,
+        pages: PagePool,
+        token_budget: int = 512,
+        max_running: int = 64,
+        *,
+        chunk: int | None = None,
+        max_waiting: int = 4096,
+        ageing: int = 100,
+    ):
+        """`chunk`: the most tokens of one prompt in one step. Raises ValueError for limits that exclude each other."""
+        if max_running < 1 or token_budget < max_running or (chunk is not None and chunk < 1) or ageing < 0:
+            raise ValueError(
+                f"token_budget {token_budget:,}, max_running {max_running:,}, chunk {chunk}, ageing {ageing}: each "
+                f"running request needs one token of the budget in every step.\n"
+                f"  Use token_budget >= max_running >= 1, chunk >= 1, ageing >= 0."
+            )
+        self.pages, self.token_budget, self.max_running = pages, token_budget, max_running
+        self.chunk = min(chunk or token_budget, token_budget)
+        self.max_waiting, self.ageing = max_waiting, ageing
+        self.waiting: list[Request] = []  # both sorted, best rank first
+        self.running: list[Request] = []
+        self.seats = list(reversed(range(max_running)))
+        self.deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self.gave_way: list[int] = []  # ids of those the last schedule() preempted
+        self.steps = self.preemptions = self.hit_tokens = self.asked_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def room(self) -> int:
+        """How many more requests the queue takes."""
+        return self.max_waiting - len(self.waiting)
+
+    # ------------------------------------------------------------ the door
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never fit, QueueFull if too many wait already."""
+        self.check_fits(request)
+        if len(self.waiting) >= self.max_waiting:
+            raise QueueFull(
+                f"request {request.id} is refused: {len(self.waiting):,} requests wait already, and max_waiting is "
+                f"{self.max_waiting:,}.\n"
+                f"  Send it again when some have finished, or build the engine with a larger max_waiting."
+            )
+        request.rank = (self.steps + self.ageing * request.priority, request.id)
+        insort(self.waiting, request, key=_rank)
+        if request.deadline is not None:
+            heappush(self.deadlines, (request.deadline, request.id, request))
+
+    def check_fits(self, request: Request) -> None:
+        """Raises ValueError for a request that the whole pool could not hold."""
+        need, S = self.pages.most(request.most_tokens, self.chunk), self.pages.page_size
+        over = request.most_tokens - self.pages.num_pages * S
+        if need > self.pages.num_pages:
+            raise ValueError(
+                f"request {request.id} can never run: {len(request.prompt):,} prompt + {request.max_new_tokens:,} new "
+                f"tokens need {need:,} pages of {S}, and the whole pool has {self.pages.num_pages:,} "
+                f"({self.pages.num_pages * S:,} tokens).\n  Shorten it by {over:,} tokens, or build the engine with "
+                f"num_pages >= {need:,}."
+            )
+
+    # ------------------------------------------------------------ one step
+    def schedule(self) -> Plan:
+        """Decide the next step. Every planned request has its pages when this returns."""
+        self.steps += 1
+        plan: Plan = []
+        self.gave_way = []
+        spare = self.token_budget - sum(len(r.tokens) - r.computed == 1 for r in self.running)
+
+        for request in list(self.running):  # best rank first: whoever is preempted is not planned yet
+            if request.status is not Status.RUNNING:
+                continue
+            owed = len(request.tokens) - request.computed
+            num_tokens = 1 if owed == 1 else self.share(owed, spare)
+            if request.computed + num_tokens > request.writable and not self._make_room(request, num_tokens):
+                continue  # it was itself the one to give way
+            if num_tokens:
+                plan.append((request, num_tokens))
+                spare -= num_tokens if owed > 1 else 0
+
+        if not self.gave_way:
+            self._admit_waiting(plan, spare)
+        return plan
+
+    def share(self, owed: int, spare: int) -> int:
+        """How much of a prompt goes into this step, with `spare` tokens left."""
+        return min(owed, spare, self.chunk)
+
+    def _admit_waiting(self, plan: Plan, spare: int) -> None:
+        """The queue, in order. Its head waits rather than being overtaken, so nobody starves."""
+        while self.waiting and len(self.running) < self.max_running and spare:
+            request = self.waiting[0]
+            if not self._take_in(request):
+                break
+            num_tokens = self.share(request.owed, spare)
+            if not num_tokens or not self.pages.grow(request, num_tokens):
+                self.pages.release(request)
+                request.computed = 0
+                break
+            self.waiting.pop(0)
+            insort(self.running, request, key=_rank)
+            request.status, request.seat = Status.RUNNING, self.seats.pop()
+            if not request.preemptions:  # a hit of its own recomputed tokens is no saving
+                request.cached_tokens = request.computed
+                self.hit_tokens += request.computed
+                self.asked_tokens += len(request.tokens)
+            plan.append((request, num_tokens))
+            spare -= num_tokens
+
+    def _take_in(self, request: Request) -> bool:
+        """Its first pages: its leader's if it has one, else what the prefix index knows."""
+        leader = request.leader
+        if leader is not None and leader.status is Status.RUNNING:
+            if leader.computed < len(leader.prompt):
+                return False  # a step or two, and the prompt is there to be shared
+            if len(request.tokens) == len(request.prompt) and self.pages.fork(request, leader):
+                return True
+        held = [(self.pages.most(len(r.tokens), self.chunk), len(self.pages.held(r))) for r in self.running]
+        promised = sum(max(0, most - now) for most, now in held)  # for prompts that are only partly computed
+        return self.pages.admit(request, self.chunk, promised)
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        while not self.pages.grow(request, num_tokens):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take everything back. It keeps its rank, and recomputes its tokens when its turn comes again."""
+        self._leave(request)
+        request.status, request.computed = Status.WAITING, 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self.gave_way.append(request.id)
+        insort(self.waiting, request, key=_rank)
+
+    # ------------------------------------------------------------ after the step
+    def commit(self, plan: Plan, tokens: list[int]) -> list[Request]:
+        """Settle a step: debts down, tokens out, pages of the finished back. Returns those that finished.
+
+        tokens: one per planned request; where a debt is not fully paid, it means nothing and is ignored.
+        """
+        finished, S = [], self.pages.page_size
+        for (request, num_tokens), token in zip(plan, tokens, strict=True):
+            if request.status is not Status.RUNNING:
+                continue  # it was aborted while the step ran
+            request.computed += num_tokens
+            if request.computed % S < num_tokens:  # a page became full
+                self.pages.settle(request)
+            if request.computed < len(request.tokens):
+                continue  # mid-prompt: this chunk's logits predict a token that is known
+            made = len(request.tokens) - len(request.prompt)
+            if token in request.stop_ids and made >= request.params.min_tokens:
+                self.finish(request, "stop")
+            else:
+                request.tokens.append(token)
+                if made + 1 >= request.max_new_tokens:
+                    self.finish(request, "length")
+            if request.status is Status.FINISHED:
+                finished.append(request)
+        return finished
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request now, wherever it is: "stop", "length", "abort", "timeout" or "error". Twice is once."""
+        if request.status is Status.RUNNING:
+            self._leave(request)
+        elif request.status is Status.WAITING and request in self.waiting:
+            self.waiting.remove(request)
+        if request.status is not Status.FINISHED:
+            request.status, request.finish_reason = Status.FINISHED, reason
+
+    def expire(self, now: float) -> list[Request]:
+        """End all whose deadline has passed; returns them."""
+        late = []
+        while self.deadlines and self.deadlines[0][0] <= now:
+            request = heappop(self.deadlines)[2]
+            if request.status is not Status.FINISHED:
+                self.finish(request, "timeout")
+                late.append(request)
+        return late
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pages.release(request)
+        self.seats.append(request.seat)
+        request.seat = None
+
+
+class WholePrompts(Scheduler):
+    """The baseline without chunks (iteration-level batching as in Orca): a prompt is computed in one step or not yet.
+
+    A prompt longer than the token budget gets a step without other prompts; that step exceeds the budget.
+    """
+
+    def __init__(self, *args, **limits):
+        super().__init__(*args, **limits)
+        self.chunk = (
+            self.pages.num_pages * self.pages.page_size
+        )  # no limit: nothing larger can be in the pool
+
+    def share(self, owed: int, spare: int) -> int:
+        alone = spare >= self.token_budget - len(self.running)  # no other prompt is in this step
+        return owed if owed <= spare or alone else 0
+
+
+class StaticBatching(WholePrompts):
+    """The baseline of a batch that is filled once and runs until its last request has finished."""
+
+    def share(self, owed: int, spare: int) -> int:
+        return owed
+
+    def _admit_waiting(self, plan: Plan, spare: int) -> None:
+        if not self.running:
+            super()._admit_waiting(plan, spare)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank

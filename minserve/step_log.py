@@ -1,0 +1,103 @@
+"""What one step of the engine did, as plain data: figures, the viewer, traces and metrics are drawn from it.
+
+Times are seconds on the monotonic clock. A record holds numbers only, so it stays right after its requests are gone.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of a step."""
+
+    request: int  # id
+    num_tokens: int  # computed in this step
+    computed: int  # in the cache before it
+    sampled: bool  # its debt was paid in full, so it got a token
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Who owned what when the step ran."""
+
+    tables: dict[int, list[int]]  # request id -> its page table
+    references: list[int]  # per page
+    indexed: dict[int, str]  # page -> the first digits of its key in the prefix index
+    cached: list[int]  # unreferenced pages, least recently used first
+
+
+@dataclass
+class StepRecord:
+    step: int
+    start: float
+    seconds: dict[str, float]  # "schedule", "pack", "model", "sample", "commit"
+    rows: list[Row]
+    waiting: list[int]  # request ids, in the order they will be served
+    running: int
+    free: int  # pages
+    cached: int
+    in_use: int
+    preempted: list[int] = field(default_factory=list)
+    finished: dict[int, str] = field(default_factory=dict)  # request id -> reason
+    snapshot: Snapshot | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def chrome_trace(log: list[StepRecord], path: Path | str) -> None:
+    """Write the log in the Trace Event format that chrome://tracing and https://ui.perfetto.dev read.
+
+    One track for the engine's phases, one per request (prefill and decode spans), counters for pages and the queue.
+    """
+    events, zero = [], log[0].start if log else 0.0
+    us = lambda seconds: (seconds - zero) * 1e6
+    for record in log:
+        begin = record.start
+        for phase, seconds in record.seconds.items():
+            events.append(
+                dict(
+                    name=phase,
+                    ph="X",
+                    ts=us(begin),
+                    dur=seconds * 1e6,
+                    pid=0,
+                    tid=0,
+                    args={"step": record.step},
+                )
+            )
+            begin += seconds
+        for row in record.rows:
+            kind = "decode" if row.num_tokens == 1 and row.sampled else "prefill"
+            args = dict(step=record.step, tokens=row.num_tokens, computed=row.computed)
+            events.append(
+                dict(
+                    name=kind,
+                    ph="X",
+                    ts=us(record.start),
+                    dur=record.total * 1e6,
+                    pid=1,
+                    tid=row.request,
+                    args=args,
+                )
+            )
+        for request, reason in record.finished.items():
+            events.append(dict(name=reason, ph="i", s="t", ts=us(begin), pid=1, tid=request))
+        for request in record.preempted:
+            events.append(dict(name="preempted", ph="i", s="t", ts=us(record.start), pid=1, tid=request))
+        pages = dict(free=record.free, cached=record.cached, in_use=record.in_use)
+        events.append(dict(name="pages", ph="C", ts=us(record.start), pid=0, args=pages))
+        queue = dict(waiting=len(record.waiting), running=record.running)
+        events.append(dict(name="requests", ph="C", ts=us(record.start), pid=0, args=queue))
+    names = [
+        dict(name="process_name", ph="M", pid=pid, args={"name": name})
+        for pid, name in ((0, "engine"), (1, "requests"))
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
