@@ -1,71 +1,103 @@
-"""From logits to one token: temperature, top-k, top-p, and a draw that belongs to the request alone.
+"""From logits to one token: what the request's history changes, the cuts, and a draw that belongs to the request alone.
 
-    p = softmax(logits / temperature), restricted to the k largest and to the smallest set that holds top_p
-    token = the first one whose cumulative probability exceeds u(seed, position)
+    logits  + logit_bias                                                   for the tokens it names
+            / or * repetition_penalty                                      for tokens of prompt and answer, once each
+            - presence_penalty - frequency_penalty * times                 for tokens of the answer
+            = -inf                                                         for stop ids, until min_tokens are out
+    p       = softmax(logits / temperature), restricted by top_k, then top_p, then min_p
+    token   = the first one whose cumulative probability exceeds u(seed, position)
 
 A draw is a function of (seed, output position): never of neighbours in a batch, of chunking, or of how often a
-request was interrupted. So sampled text can be tested for equality, as greedy text can.
+request was interrupted. So sampled text can be tested for equality, as greedy text can. `minserve/sampler.py` does the
+same for a batch, and must agree with this file in every token.
 
-Conventions  the token that carries the sum across top_p is kept, so the set is never empty; temperature acts first,
-             then top-k, then top-p, as in `transformers` and vLLM; everything is computed in fp32
-Sources      nucleus sampling, Holtzman et al. 2020 (arXiv:1904.09751); inverse-transform sampling
+Conventions  tokens are in order of (logit, lowest id first), so cuts are exact also where logits tie; the token that
+             carries the sum across top_p is kept, so the set is never empty; the order of steps is that of vLLM;
+             everything is computed in fp32, weights are rounded to integers so that sums are exact (kernels/sample.py)
 Story        notebooks/02_prefill_and_decode.ipynb
 """
 
-import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from minserve.kernels.sample import sample_reference, uniform, weights_reference
 from minserve.request import SamplingParams
 
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) fixed by its two arguments, the same on every machine: 53 bits of a hash."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+__all__ = ["adjusted", "probabilities", "sample", "uniform"]
 
 
-def probabilities(logits, params: SamplingParams):
-    """The distribution a token is drawn from, fp32 [V]: exactly 0 for every token that was cut."""
-    logits = logits.float()
-    if params.greedy:
-        one_hot = torch.zeros_like(logits)
-        one_hot[logits.argmax()] = 1.0
-        return one_hot
-    logits = (logits - logits.max()) / params.temperature  # largest first at 0: nothing can overflow
-    if 0 < params.top_k < len(logits):
-        kept = logits.topk(params.top_k)  # exactly k, also where logits tie
-        logits = torch.full_like(logits, -torch.inf).scatter(0, kept.indices, kept.values)
-    p = logits.softmax(-1)
-    if params.top_p < 1:
-        ordered, order = p.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered  # what the more likely ones hold already
-        p[order[before >= params.top_p]] = 0.0
-        p /= p.sum()
-    return p
+def adjusted(
+    logits,
+    params: SamplingParams,
+    position: int = 0,
+    prompt: Sequence[int] = (),
+    outputs: Sequence[int] = (),
+    stop_ids: Iterable[int] = (),
+):
+    """The logits after bias, penalties and min_tokens, fp32 [V]. The caller's stay as they are."""
+    x = logits.to(torch.float32, copy=True)
+    number = lambda value: torch.tensor(value, dtype=torch.float32, device=x.device)
+    if params.logit_bias:
+        x[list(params.logit_bias)] += number(list(params.logit_bias.values()))
+    if seen := list(set(prompt) | set(outputs)):
+        penalty = number(params.repetition_penalty)
+        x[seen] = torch.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
+    if times := Counter(outputs):
+        made = list(times)
+        x[made] -= number(params.presence_penalty)
+        x[made] -= number(params.frequency_penalty) * number(list(times.values()))
+    if position < params.min_tokens:
+        x[list({*stop_ids, *params.stop_token_ids})] = -torch.inf
+    return x
 
 
-def sample(logits, params: SamplingParams, seed: int, position: int) -> int:
+def probabilities(logits, params: SamplingParams, *history):
+    """The distribution a token is drawn from, fp32 [V]: exactly 0 for every token that was cut.
+
+    `history` is what `adjusted` takes: position, prompt, outputs, stop_ids.
+    """
+    weights = weights_reference(adjusted(logits, params, *history)[None], *_cuts(params, logits.device))[0]
+    return (weights.double() / weights.sum()).float()
+
+
+def sample(
+    logits,
+    params: SamplingParams,
+    seed: int,
+    position: int,
+    prompt: Sequence[int] = (),
+    outputs: Sequence[int] = (),
+    stop_ids: Iterable[int] = (),
+) -> int:
     """Choose the token for one output position. logits: [V], any dtype.
 
-    Raises ValueError when the logits hold a NaN: whatever made it, an answer drawn from it would be noise.
+    Raises ValueError when no logit is a largest one (one is NaN, or all are -inf): whatever made them, an answer drawn
+    from them would be noise.
     """
-    if params.greedy:
-        token = int(logits.argmax())
-        if torch.isnan(logits[token]):  # argmax returns a NaN's place if there is one
-            raise ValueError(
-                f"the logits for output position {position} hold NaN; the model's weights or cache are broken"
-            )
-        return token
-    cumulative = probabilities(logits, params).double().cumsum(0)
-    total = float(cumulative[-1])
-    if total != total:
+    x = adjusted(logits, params, position, prompt, outputs, stop_ids)
+    where = [torch.tensor([i], device=x.device) for i in (signed(seed), position)]
+    token = int(sample_reference(x[None], *_cuts(params, x.device), *where))
+    if token < 0:
         raise ValueError(
-            f"the logits for output position {position} hold NaN; the model's weights or cache are broken"
+            f"the logits for output position {position} hold NaN, or have no finite maximum; "
+            f"the model's weights or cache are broken"
         )
-    u = uniform(seed, position) * total
-    return int(
-        torch.searchsorted(
-            cumulative, torch.tensor(u, dtype=torch.float64, device=cumulative.device), right=True
-        )
+    return token
+
+
+def signed(seed: int) -> int:
+    """The seed's low 64 bits, as an int64 tensor holds them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _cuts(params: SamplingParams, device):
+    """temperature, top_k, top_p, min_p of one row, as `kernels.sample` takes them."""
+    temperature = 0.0 if params.greedy else min(params.temperature, 3e38)
+    return (
+        torch.tensor([temperature], dtype=torch.float32, device=device),
+        torch.tensor([min(params.top_k, 2**62)], device=device),
+        torch.tensor([params.top_p], dtype=torch.float64, device=device),
+        torch.tensor([params.min_p], dtype=torch.float64, device=device),
     )

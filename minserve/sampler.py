@@ -1,0 +1,284 @@
+"""Sampling for a whole batch: every row its own parameters, and the token that `sampling.sample` draws for it alone.
+
+    put(seat, ...)             a request is admitted: its parameters and history take the seat's row of the tables
+    __call__(logits, seats)    one token per row, and the penalties' counts move on
+
+What each seat costs depends on what it asks for. Plain greedy rows are one argmax. The others are gathered, adjusted
+and drawn together, in groups that fit a cache; Python never loops over rows, but for those that want logprobs.
+Parameters live on the host, where deciding who needs what is cheap, and travel as one small table per step; the counts
+of the penalties, one number per token of the vocabulary, live on the device and are made when first needed.
+
+On a GPU the drawing is `kernels.sample`. Elsewhere it is a radix select: the cutting value of top-k and of top-p is
+found 11, 10 and 10 bits at a time from histograms, where the definition sorts: O(V) instead of O(V log V), and the
+same tokens, because both add integers.
+
+logprobs     of the model's own logits, before bias, penalties and temperature; -9999.0 stands for minus infinity,
+             which JSON cannot say
+Story        notebooks/07_continuous_batching.ipynb
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from minserve.kernels import on_triton
+from minserve.kernels.sample import COOLEST, HOTTEST, ONE, sample, target_of
+from minserve.request import SamplingParams
+
+GROUP = 1 << 20  # logits that are worked on together on a CPU: 4 MB at each step
+PENALTY, BIAS, STOPS, DRAWN, LOGPROBS = 1, 2, 4, 8, 16  # what a seat asks for, as bits
+COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+class TokenLogprobs(NamedTuple):
+    """The token drawn, and the most likely ones in order; where it is not among them it comes last."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob)
+
+
+class Sampled(NamedTuple):
+    tokens: torch.Tensor  # [B] int64, -1 where bad
+    bad: torch.Tensor  # [B] bool: the row's largest logit is not finite (NaN, or all are -inf)
+    logprobs: list[TokenLogprobs | None] | None  # None when no row asks for them
+
+
+class Sampler:
+    def __init__(self, seats: int, vocab: int, device: torch.device | str = "cpu"):
+        self.seats, self.vocab, self.device = seats, vocab, torch.device(device)
+        self.asks = np.zeros(seats, np.uint8)
+        self.numbers = np.zeros((seats, len(COLUMNS)))
+        self.whole = np.zeros((seats, 2), np.int64)  # top_k, seed
+        self.min_tokens = np.zeros(seats, np.int64)
+        self.alternatives = np.zeros(seats, np.int64)
+        self.bias = _Ragged(seats)
+        self.stops = _Ragged(seats)
+        self.times = None  # [N, V] int32: how often each token is in the seat's answer
+        self.prompted = None  # [N, V] bool: is it in the prompt?
+
+    def put(
+        self,
+        seat: int,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        outputs: Sequence[int],
+        stop_ids: Iterable[int],
+    ) -> None:
+        """A request takes the seat. After an interruption it does so again, with the outputs it has by then."""
+        stops = {*stop_ids, *params.stop_token_ids} if params.min_tokens else ()
+        asks = {
+            PENALTY: params.penalises,
+            BIAS: params.logit_bias,
+            STOPS: stops,
+            DRAWN: not params.greedy,
+            LOGPROBS: params.logprobs is not None,
+        }
+        self.asks[seat] = sum(bit for bit, asked in asks.items() if asked)
+        temperature = 0.0 if params.greedy else min(params.temperature, HOTTEST)
+        self.numbers[seat] = (
+            temperature, params.top_p, params.min_p,
+            params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+        )  # fmt: skip
+        self.whole[seat] = min(params.top_k, self.vocab), (seed + 2**63) % 2**64 - 2**63
+        self.min_tokens[seat] = params.min_tokens
+        self.alternatives[seat] = params.logprobs or 0
+        self.bias.put(seat, params.logit_bias)
+        self.stops.put(seat, dict.fromkeys(stops, 0.0))
+        if params.penalises:
+            self._remember(seat, prompt, outputs)
+
+    def __call__(self, logits, seats, positions) -> Sampled:
+        """Draw one token per row. logits: [B, V]; seats, positions: [B], best given where the host can read them.
+
+        A position is the number of tokens the request has made before this one.
+        """
+        seats, positions = _on_host(seats), _on_host(positions)
+        asks = self.asks[seats]
+        asks = np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
+        special = np.flatnonzero(asks & ~np.uint8(LOGPROBS))
+        if len(special) < len(seats):
+            tokens = _best(logits)
+        else:
+            tokens = torch.empty(len(seats), dtype=torch.int64, device=logits.device)
+        size = max(1, GROUP // self.vocab) if logits.device.type == "cpu" else len(seats)
+        for start in range(0, len(special), size):
+            rows = special[start : start + size]
+            where = self._send(rows)
+            x = logits.index_select(0, where).float()
+            self._adjust(x, seats[rows], asks[rows])
+            tokens[where] = self._choose(x, seats[rows], positions[rows], asks[rows])
+        bad = tokens < 0
+        if (penalised := np.flatnonzero(asks & PENALTY)).size:
+            where = self._send(penalised)
+            made = tokens[where].clamp(min=0), (~bad[where]).int()
+            self.times.index_put_((self._send(seats[penalised]), made[0]), made[1], accumulate=True)
+        return Sampled(tokens, bad, self._logprobs(logits, tokens, seats, np.flatnonzero(asks & LOGPROBS)))
+
+    # ---------------------------------------------------------------- before the draw
+    def _adjust(self, x, seats, asks) -> None:
+        """Bias, penalties and min_tokens, written into x [R, V], as `sampling.adjusted` does for one row."""
+        if (rows := np.flatnonzero(asks & BIAS)).size:
+            ids, values = (self._send(a) for a in self.bias.of(seats[rows]))
+            where = self._send(rows)[:, None]
+            x[where, ids] = x[where, ids] + values
+        if (rows := np.flatnonzero(asks & PENALTY)).size:
+            where = self._send(rows)
+            x[where] = self._penalised(x[where], seats[rows])
+        if (rows := np.flatnonzero(asks & STOPS)).size:
+            x[self._send(rows)[:, None], self._send(self.stops.of(seats[rows])[0])] = -torch.inf
+
+    def _penalised(self, x, seats):
+        where = self._send(seats)
+        repetition, presence, frequency = self._send(self.numbers[seats, 3:]).float().T[:, :, None]
+        times = self.times[where]  # [R, V]
+        made = times > 0
+        seen = made | self.prompted[where]
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        return torch.where(made, x - presence - frequency * times, x)
+
+    def _remember(self, seat, prompt, outputs) -> None:
+        if self.times is None:
+            self.times = torch.zeros(self.seats, self.vocab, dtype=torch.int32, device=self.device)
+            self.prompted = torch.zeros(self.seats, self.vocab, dtype=torch.bool, device=self.device)
+        ids = lambda tokens: torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
+        self.prompted[seat] = False
+        self.prompted[seat, ids(prompt)] = True
+        self.times[seat] = torch.bincount(ids(outputs), minlength=self.vocab)
+
+    # ---------------------------------------------------------------- the draw
+    def _choose(self, x, seats, positions, asks):
+        """One token for each row of x [R, V], or -1."""
+        numbers = self._send(self.numbers[seats, :3])
+        top_k, seeds = self._send(self.whole[seats]).T.contiguous()
+        where = self._send(positions)
+        temperature, (top_p, min_p) = numbers[:, 0].float(), numbers[:, 1:].T.contiguous()
+        if on_triton(x):
+            return sample(x, temperature, top_k, top_p, min_p, seeds, where)
+        drawn = asks & DRAWN > 0
+        if not drawn.any():
+            return _best(x)
+        if drawn.all():
+            return draw(x, temperature, top_k, top_p, min_p, seeds, where)
+        tokens = _best(x)
+        rows = self._send(np.flatnonzero(drawn))
+        tokens[rows] = draw(x[rows], *(a[rows] for a in (temperature, top_k, top_p, min_p, seeds, where)))
+        return tokens
+
+    def _logprobs(self, logits, tokens, seats, rows):
+        if not rows.size:
+            return None
+        found: list[TokenLogprobs | None] = [None] * len(seats)
+        for row, token in zip(rows.tolist(), tokens[self._send(rows)].tolist()):
+            if token >= 0:
+                found[row] = logprobs_of(logits[row], token, int(self.alternatives[seats[row]]))
+        return found
+
+    def _send(self, array):
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def logprobs_of(logits, token: int, alternatives: int) -> TokenLogprobs:
+    """What the model thought of a token and of the most likely ones. logits: [V]."""
+    all_of_them = logits.float().log_softmax(-1).clamp(min=-9999.0)
+    best = all_of_them.topk(alternatives)
+    top = sorted(zip(best.indices.tolist(), best.values.tolist()), key=lambda pair: (-pair[1], pair[0]))
+    own = float(all_of_them[token])
+    return TokenLogprobs(token, own, tuple(top) if any(i == token for i, _ in top) else (*top, (token, own)))
+
+
+# ---------------------------------------------------------------- pieces
+def _best(logits):
+    """The first of the largest logits, [B]; -1 where it is not finite. NaN counts as the largest of all."""
+    if logits.device.type == "cpu":  # NumPy's argmax is vectorised, PyTorch's is not: ten times faster
+        tokens = torch.from_numpy(logits.float().numpy().argmax(-1))
+    else:
+        tokens = logits.argmax(-1)
+    return torch.where(logits.gather(1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
+
+
+def draw(x, temperature, top_k, top_p, min_p, seeds, positions):
+    """`kernels.sample` for rows that draw, without a sort. x [R, V] is used up."""
+    R, V = x.shape
+    best = x.amax(-1, keepdim=True)
+    d = torch.sub(best, x, out=x)  # [R, V]: how far behind; its bits are in the order of its values
+    weight = (d / temperature.clamp(COOLEST, HOTTEST)[:, None]).neg_().exp_().mul_(ONE).floor_()
+    limited, total = (top_k > 0) & (top_k < V), weight.sum(-1, dtype=torch.float64)
+
+    # Only these can be drawn: what weighs less than half of (1 - top_p) / V of all lies behind the edge of top-p.
+    least = torch.where(limited, 1.0, (1 - top_p) * total / (2 * V)).clamp(min=1.0)
+    place = (weight >= least.float()[:, None]).flatten().nonzero()[:, 0]
+    tokens = _Tokens(place // V, place % V, d.flatten()[place].view(torch.int32), weight.flatten()[place])
+    if limited.any():
+        tokens = tokens.first(torch.ones_like(tokens.weight), torch.where(limited, top_k, V))
+        total = torch.where(limited, tokens.sums(tokens.weight, R), total)
+    if (top_p < 1).any():
+        tokens = tokens.first(tokens.weight, torch.where(top_p < 1, (top_p * total).ceil(), torch.inf))
+    if min_p.any():
+        tokens = tokens.where(tokens.weight >= (min_p * ONE)[tokens.row])
+
+    total = tokens.sums(tokens.weight, R).long()
+    target = target_of(total, seeds, positions) + total.cumsum(0) - total
+    winner = torch.searchsorted(tokens.weight.long().cumsum(0), target, right=True)
+    lone = torch.cat([tokens.token, tokens.token.new_zeros(1)])  # there may be none, if all rows are broken
+    return torch.where(best[:, 0].isfinite(), lone[winner], -1)
+
+
+class _Tokens(NamedTuple):
+    """Some tokens of some rows, in order of (row, token)."""
+
+    row: torch.Tensor
+    token: torch.Tensor
+    key: torch.Tensor  # int32 >= 0: the smaller, the more likely
+    weight: torch.Tensor  # fp64, whole numbers
+
+    def where(self, kept) -> "_Tokens":
+        return _Tokens(*(a[kept] for a in self))
+
+    def sums(self, amount, rows: int):
+        return torch.bincount(self.row, amount, rows)
+
+    def first(self, amount, need) -> "_Tokens":
+        """The beginning of each row, in order of (key, token), that just reaches `need` [R] of the amounts."""
+        kept = torch.ones_like(self.row, dtype=torch.bool)
+        open_, need = torch.arange(len(self.row), device=kept.device), need.double()  # not decided yet
+        for shift, bits in ((20, 11), (10, 10), (0, 10)):
+            row, digit = self.row[open_], self.key[open_] >> shift & (1 << bits) - 1
+            mass = torch.bincount((row << bits) + digit, amount[open_], len(need) << bits)
+            mass = mass.view(-1, 1 << bits)  # [R, digits]
+            reached = mass.cumsum(-1)
+            edge = (reached < need[:, None]).sum(-1, keepdim=True).clamp(max=(1 << bits) - 1)
+            need = need - (reached - mass).gather(1, edge)[:, 0]
+            kept[open_[digit > edge[row, 0]]] = False
+            open_ = open_[digit == edge[row, 0]]
+        row, amount = self.row[open_], amount[open_].long()  # equal keys: the lowest ids come first
+        own = torch.bincount(row, amount.double(), len(need)).long()
+        before = amount.cumsum(0) - amount - (own.cumsum(0) - own)[row]
+        kept[open_[before >= need[row]]] = False
+        return self.where(kept)
+
+
+class _Ragged:
+    """A few (token id, value) pairs per seat in a rectangle [N, W]: short rows repeat their first pair."""
+
+    def __init__(self, seats: int):
+        self.ids, self.values = np.zeros((seats, 1), np.int64), np.zeros((seats, 1), np.float32)
+
+    def put(self, seat: int, pairs: dict[int, float]) -> None:
+        if not pairs:
+            return
+        if len(pairs) > self.ids.shape[1]:
+            more = ((0, 0), (0, len(pairs) - self.ids.shape[1]))
+            self.ids, self.values = (np.pad(a, more, mode="edge") for a in (self.ids, self.values))
+        self.ids[seat], self.values[seat] = next(iter(pairs.items()))
+        self.ids[seat, : len(pairs)], self.values[seat, : len(pairs)] = list(pairs), list(pairs.values())
+
+    def of(self, seats):
+        return self.ids[seats], self.values[seats]
+
+
+def _on_host(x):
+    return x.cpu().numpy() if torch.is_tensor(x) else np.asarray(x, np.int64)
