@@ -33,7 +33,7 @@ from minserve.paged_attention import PagedCache
 from minserve.pages import PagePool, pages_for
 from minserve.prefill_decode import tokens_to_make
 from minserve.request import Request, SamplingParams, Status, check_vocabulary, seed_of
-from minserve.sampling import Sampler
+from minserve.sampler import Sampler
 from minserve.scheduler import Plan, QueueFull, Scheduler
 from minserve.step_log import Row, Snapshot, StepRecord
 from minserve.text import Detokenizer, StopStrings, Tokenizer
@@ -305,15 +305,19 @@ class Engine:
         self.scheduler.finish(request, "error")
         request.finish_reason = "error"
 
-    def abort(self, outputs: Iterable[Output]) -> None:
-        """End these now, whatever they are doing. Their pages are back when this returns."""
+    def abort(self, outputs: Iterable[Output]) -> list[tuple[Output, str]]:
+        """End these now, whatever they are doing. Their pages are back when this returns, with (output, last text)."""
+        news = []
         for output in outputs:
             if not output.finished:
                 self.scheduler.finish(output.request, "abort")
-                self._end(output.request)
+                if output.request.id in self.outputs:
+                    news.append(self._end(output.request))
+        return news
 
-    def close(self) -> None:
-        self.abort(list(self.outputs.values()))
+    def close(self) -> list[tuple[Output, str]]:
+        """Abort everything."""
+        return self.abort(list(self.outputs.values()))
 
     # ------------------------------------------------------------ the log
     def _record(self, plan: Plan, start: float) -> StepRecord:
