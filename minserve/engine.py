@@ -39,6 +39,8 @@ from minserve.step_log import Row, Snapshot, StepRecord
 from minserve.text import Detokenizer, StopStrings, Tokenizer
 from minserve.weights import load
 
+PHASES = ("schedule", "pack", "model", "sample", "commit", "text")
+
 
 class Output:
     """One completion: its tokens, its text so far (a stop string never shows), and in the end why it ended."""
@@ -203,12 +205,9 @@ class Engine:
         if plan:
             news += self._compute(plan, marks)
         if record:
-            record.seconds = dict(
-                zip(
-                    ("schedule", "pack", "model", "sample", "commit"),
-                    map(_difference, itertools.pairwise(marks)),
-                )
-            )
+            record.seconds = {
+                phase: end - begin for phase, (begin, end) in zip(PHASES, itertools.pairwise(marks))
+            }
             record.finished = {out.request.id: out.finish_reason for out, _ in news if out.finished}
             self.log.append(record)
         return news
@@ -250,6 +249,7 @@ class Engine:
                 )
         before = [len(batch.plan[b][0].tokens) for b in batch.sampled]
         self.scheduler.commit(batch.plan, tokens)
+        marks.append(self._clock())
         for b, length, its in zip(batch.sampled, before, logprobs):
             if (output := self.outputs.get(batch.plan[b][0].id)) is not None:
                 news.append(self._tell(output, length, its))
@@ -297,7 +297,7 @@ class Engine:
                 news.append(self._end(request))
             else:
                 news += self._settle(batch, sampled, times)
-        marks += [self._clock()] * (5 - len(marks) + 1)
+        marks += [self._clock()] * (len(PHASES) + 1 - len(marks))
         return news
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -404,7 +404,3 @@ def default_pages(model: Model, page_size: int) -> int:
         2 * config.num_layers * config.num_kv_heads * config.head_dim * page_size * model.dtype.itemsize
     )
     return max(1, int(0.8 * free) // per_page)
-
-
-def _difference(pair: tuple[float, float]) -> float:
-    return pair[1] - pair[0]

@@ -31,6 +31,7 @@ from minserve.pages import PagePool
 from minserve.request import Request, Status
 
 Plan = list[tuple[Request, int]]  # who, and how many tokens
+RUNNING = Status.RUNNING  # looked up for every request in every step
 
 
 class QueueFull(RuntimeError):
@@ -112,7 +113,7 @@ class Scheduler:
         spare = self.token_budget - sum(len(r.tokens) - r.computed == 1 for r in self.running)
 
         for request in list(self.running):  # best rank first: whoever is preempted is not planned yet
-            if request.status is not Status.RUNNING:
+            if request.status is not RUNNING:
                 continue
             owed = len(request.tokens) - request.computed
             num_tokens = 1 if owed == 1 else self.share(owed, spare)
@@ -188,7 +189,7 @@ class Scheduler:
         """
         finished, S = [], self.pages.page_size
         for (request, num_tokens), token in zip(plan, tokens, strict=True):
-            if request.status is not Status.RUNNING:
+            if request.status is not RUNNING:
                 continue  # it was aborted while the step ran
             request.computed += num_tokens
             if request.computed % S < num_tokens:  # a page became full

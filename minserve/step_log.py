@@ -32,7 +32,7 @@ class Snapshot:
 class StepRecord:
     step: int
     start: float
-    seconds: dict[str, float]  # "schedule", "pack", "model", "sample", "commit"
+    seconds: dict[str, float]  # "schedule", "pack", "model", "sample", "commit", "text"
     rows: list[Row]
     waiting: list[int]  # request ids, in the order they will be served
     running: int
