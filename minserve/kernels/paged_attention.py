@@ -33,7 +33,16 @@ Story    notebooks/05_paged_attention.ipynb
 
 import torch
 
-from minserve.kernels import architecture, check_alike, check_packed, on_triton, processors, tl, triton
+from minserve.kernels import (
+    architecture,
+    check_alike,
+    check_packed,
+    has_matrix_units,
+    on_triton,
+    processors,
+    tl,
+    triton,
+)
 from minserve.kernels.decode_attention import LOG2_E, MERGE_TILE, _merge_kernel, splits_for
 from minserve.kernels.decode_attention import tiles as decode_tiles
 from minserve.kernels.prefill_attention import prefill_attention_reference
@@ -228,7 +237,19 @@ def attend_in_splits(
 
 def tiles(D: int, dtype, arch: str, rows: int) -> dict:
     """decode_attention's choice, for `rows` = queries x heads of the group, 64 of them at most per program."""
-    return decode_tiles(D, dtype, arch, min(rows, MOST_ROWS))
+    most = MOST_ROWS if has_matrix_units(dtype, arch) else 16  # multiply-adds spill with more
+    block = with_lookup(decode_tiles(D, dtype, arch, min(rows, most)))
+    if block["BLOCK_R"] > 16 and arch == "sm_80":  # mma.sync keeps its operands in registers:
+        block |= dict(BLOCK_R=MOST_ROWS, num_warps=8)  # 32 rows spill with 4 warps and with 8, 64 with 4
+    return block
+
+
+def with_lookup(block: dict) -> dict:
+    """A dense kernel's tiles, in a deeper pipeline: first a tile's page ids travel, then the tile itself.
+
+    Triton shares the stages out between the two, so as many tiles are on their way as in the dense kernel.
+    """
+    return dict(block, num_stages=2 * block["num_stages"] - 1)
 
 
 # ---------------------------------------------------------------- what cannot be

@@ -16,8 +16,8 @@ import torch
 
 from minserve.kernels import architecture, on_triton, tl, triton
 from minserve.kernels.decode_attention import LOG2_E
-from minserve.kernels.paged_attention import attend_page_tile, check, paged_attention_reference
-from minserve.kernels.prefill_attention import tiles
+from minserve.kernels.paged_attention import attend_page_tile, check, paged_attention_reference, with_lookup
+from minserve.kernels.prefill_attention import tiles as prefill_tiles
 
 
 # ---------------------------------------------------------------- the kernel
@@ -120,3 +120,7 @@ def paged_prefill(
             H=H, G=G, D=D, S=S, WINDOW=window, SINKS=sinks, **block,
         )  # fmt: skip
     return out
+
+
+def tiles(D: int, dtype, arch: str) -> dict:
+    return with_lookup(prefill_tiles(D, dtype, arch))

@@ -1,0 +1,331 @@
+"""Both paged kernels, pack, and kv_write into pages: every page boundary, and not one slot too many."""
+
+import kernel_checks as checks
+import paged_checks as paged
+import pytest
+import torch
+from kernel_checks import DEVICE, DTYPES, NAN, needs_kernel, randn, starts
+from paged_checks import paged_case
+from test_definitions import sdpa, seen_by
+
+from minserve.kernels import INTERPRETED, decode_attention, kv_write, pack, paged_prefill, prefill_attention
+from minserve.kernels import paged_attention as decode
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+HEADS = [(6, 2, 64), (4, 1, 24), (4, 4, 128), (6, 3, 24)]  # (H, G, D)
+slow = pytest.mark.slow
+
+
+# ---------------------------------------------------------------- the definitions, against others
+@pytest.mark.parametrize("H, G", [(6, 2), (6, 3), (4, 4), (4, 1)])
+@pytest.mark.parametrize("window, sinks", [(None, 0), (4, 0), (4, 2), (5, 0), (1, 1), (300, 7)])
+@pytest.mark.parametrize("S", [1, 4, 16])
+def test_the_definition_is_sdpa(H, G, window, sinks, S):
+    queries, lengths = [2, 5, 0, 4, 1, 1], [5, 5, 3, 21, 4, 0]
+    case, k, v = paged_case(queries, lengths, H, G, 16, S, window=window, sinks=sinks)
+    got, at = decode.paged_attention_reference(*case, window, sinks), case[4].tolist()
+    for b, (n, m) in enumerate(zip(queries, lengths)):
+        mask = torch.tensor(seen_by(n, m, window, sinks), device=DEVICE, dtype=torch.bool).view(n, m)
+        rows = slice(at[b], at[b + 1])
+        expected = sdpa(case[0][rows], k[b], v[b], mask) if m else torch.zeros_like(got[rows])
+        torch.testing.assert_close(got[rows], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pages_by_hand():
+    """Keys all equal, so every weight is 1/n, and values that say where they lie."""
+    k, v = torch.zeros(4, 2, 1, 2, device=DEVICE), torch.full((4, 2, 1, 2), NAN, device=DEVICE)
+    v[3, 0], v[3, 1], v[1, 0] = 10.0, 20.0, 60.0
+    pages = torch.tensor([[3, 1, -1]], dtype=torch.int32, device=DEVICE)
+    q, length = randn(2, 1, 2), torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    case = q, k, v, pages, starts([2]), length
+    run = paged_prefill.paged_prefill
+    assert decode.paged_attention_reference(*case)[:, 0, 0].tolist() == [15.0, 30.0]
+    for out in (run(*case, 2), decode.paged_decode(*case, 2, 3)):
+        torch.testing.assert_close(out[:, 0, 0], torch.tensor([15.0, 30.0], device=DEVICE))
+    assert run(*case, 2, window=1)[:, 0, 0].tolist() == [20.0, 60.0]
+    assert run(*case, 2, window=1, sinks=1)[:, 0, 0].tolist() == [15.0, 35.0]
+
+
+def test_the_definition_of_pack_one_place_at_a_time():
+    queries, computed = [5, 0, 1, 10], [7, 3, 0, 12]
+    seats, at, done, tokens, pages, S, total = case = paged.pack_case(queries, computed)
+    ids, positions, slots = (x.tolist() for x in pack.pack_reference(*case))
+    t = 0
+    for b, n in enumerate(queries):
+        for p in range(computed[b], computed[b] + n):
+            seat = int(seats[b])
+            expected = int(tokens[seat, p]), p, int(pages[seat, p // S]) * S + p % S
+            assert (ids[t], positions[t], slots[t]) == expected
+            t += 1
+    assert (ids[t:], positions[t:], slots[t:]) == ([0] * 3, [0] * 3, [-1] * 3)
+
+
+# ---------------------------------------------------------------- decode
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("H, G, D", HEADS)
+@pytest.mark.parametrize("S", [8, pytest.param(16, marks=slow), pytest.param(64, marks=slow)])
+def test_decode_heads(H, G, D, S, dtype):
+    paged.check_paged_decode(decode, [1, 0, 1, 3], [5, 9, 70, 33], H=H, G=G, D=D, S=S, dtype=dtype)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("splits", [None, 3, pytest.param(1, marks=slow), pytest.param(20, marks=slow)])
+@pytest.mark.parametrize("S", [1, 8, 16, 32, 64])
+def test_decode_at_page_boundaries(S, splits, dtype):
+    lengths = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0, 100]
+    paged.check_paged_decode(decode, [1] * 6, lengths, D=24, S=S, splits=splits, dtype=dtype, seed=S)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("queries", [[16, 1], [7, 16, 2], pytest.param([4, 5], marks=slow)], ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_of_several_queries(queries, splits, dtype):
+    """16 queries of 3 heads fill one tile in the matrix kernels, three in the others; 16 of 6 need two and more."""
+    lengths = [16, 70, 2][: len(queries)]
+    paged.check_paged_decode(decode, queries, lengths, splits=splits, dtype=dtype)
+    paged.check_paged_decode(decode, queries, [n + 31 for n in lengths], G=1, splits=splits, dtype=dtype)
+
+
+WINDOWS = [(1, 0), (4, 2), (16, 0), (17, 33), pytest.param(5, 0, marks=slow), pytest.param(70, 1, marks=slow)]
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("window, sinks", WINDOWS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_window(window, sinks, splits, dtype):
+    masks = dict(window=window, sinks=sinks, dtype=dtype, splits=splits)
+    paged.check_paged_decode(decode, [1, 1, 3, 1], [140, window, 75, window + 1], **masks)
+    paged.check_paged_decode(decode, [5, 16], [120, 40], S=8, **masks)
+
+
+@needs_kernel
+def test_decode_merges_more_splits_than_one_tile_of_them():
+    paged.check_paged_decode(decode, [1, 2], [640, 600], splits=20, size=4.0)
+
+
+@needs_kernel
+def test_large_scores_do_not_overflow():
+    paged.check_paged_decode(decode, [1, 3], [100, 40], splits=3, size=40.0)
+    paged.check_paged_prefill(paged_prefill, [40], [70], size=40.0)
+
+
+# ---------------------------------------------------------------- chunks
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("H, G, D", HEADS)
+@pytest.mark.parametrize("S", [16, pytest.param(8, marks=slow), pytest.param(64, marks=slow)])
+def test_prefill_heads(H, G, D, S, dtype):
+    paged.check_paged_prefill(paged_prefill, [5, 0, 33, 1], [5, 3, 70, 40], H=H, G=G, D=D, S=S, dtype=dtype)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("S", [1, 8, 16, 32, 64])
+def test_prefill_at_page_boundaries(S, dtype):
+    lengths = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0, 60]
+    paged.check_paged_prefill(paged_prefill, [1, 1, S, S, 1, 40], lengths, D=24, S=S, dtype=dtype, seed=S)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("window, sinks", WINDOWS)
+def test_prefill_window(window, sinks, dtype):
+    masks = dict(window=window, sinks=sinks, dtype=dtype)
+    paged.check_paged_prefill(paged_prefill, [40], [140], **masks)
+    paged.check_paged_prefill(paged_prefill, [3, 1, 20], [3, window + 1, 50], S=8, **masks)
+
+
+@needs_kernel
+def test_more_queries_than_positions_and_none_at_all():
+    paged.check_paged_prefill(paged_prefill, [5, 2], [3, 0])
+    paged.check_paged_decode(decode, [5, 2], [3, 0])
+    case, _, _ = paged_case([0, 0], [3, 5])
+    for out in (paged_prefill.paged_prefill(*case, 0), decode.paged_decode(*case, 0, 5)):
+        assert out.shape == case[0].shape
+
+
+# ---------------------------------------------------------------- both
+@needs_kernel
+def test_tables_padded_with_page_zero():
+    """Page 0 is real, belongs to nobody, and holds NaN: weight 0 times NaN must not come out."""
+    paged.check_paged_decode(decode, [1, 1], [3, 9], S=4, unused=0)
+    paged.check_paged_prefill(paged_prefill, [2, 7], [3, 9], S=4, unused=0)
+
+
+@needs_kernel
+def test_slots_further_apart_than_they_are_long():
+    case, _, _ = paged_case([3, 1], [30, 9])
+    q, k, v, *plan = case
+    both = torch.stack((k, v), dim=2)  # [P, S, 2, G, D]: K and V of a slot side by side
+    for run, more in ((paged_prefill.paged_prefill, (3,)), (decode.paged_decode, (3, 30))):
+        got = run(q, both[:, :, 0], both[:, :, 1], *plan, *more)
+        checks.close(got[:4], decode.paged_attention_reference(*case)[:4])
+
+
+@needs_kernel
+def test_contiguous_pages_are_the_dense_kernels():
+    """Pages in order are a dense cache, and the answers are those of the dense kernels, bit for bit."""
+    S, B, M, lengths = 16, 2, 5, [70, 33]
+    q, k, v = randn(2, 6, 32), randn(B * M, S, 2, 32, seed=1), randn(B * M, S, 2, 32, seed=2)
+    pages = torch.arange(B * M, dtype=torch.int32, device=DEVICE).view(B, M)
+    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    for splits in (1, 3):
+        dense = [x.view(B, M * S, 2, 32) for x in (k, v)]
+        expected = decode_attention.attend_in_splits(q, *dense, length, splits)
+        got = decode.attend_in_splits(q, k, v, pages, starts([1, 1]), length, 1, splits)
+        assert torch.equal(got, expected)
+    queries, q = [40, 7], randn(47, 6, 32)
+    rows = [torch.cat([x[b, :n] for b, n in enumerate(lengths)]) for x in dense]
+    for masks in (dict(), dict(window=20, sinks=3)):
+        expected = prefill_attention.prefill_attention(
+            q, *rows, starts(queries), starts(lengths), 40, **masks
+        )
+        got = paged_prefill.paged_prefill(q, k, v, pages, starts(queries), length, 40, **masks)
+        assert torch.equal(got, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("masks", [dict(), dict(window=20, sinks=3)], ids=str)
+def test_rows_permuted_give_answers_permuted(masks):
+    """No row depends on its place in the batch, nor on who else is there."""
+    queries, lengths, order = [3, 1, 5, 2], [40, 70, 5, 33], [2, 0, 3, 1]
+    (q, k, v, pages, at, length), _, _ = paged_case(queries, lengths, **masks)
+    places = [p for b in order for p in range(int(at[b]), int(at[b + 1]))]
+    moved = q[places], k, v, pages[order], starts([queries[b] for b in order]), length[order]
+    for run, more in ((paged_prefill.paged_prefill, (5,)), (decode.paged_decode, (5, 70))):
+        before = run(q, k, v, pages, at, length, *more, **masks)
+        assert torch.equal(run(*moved, *more, **masks), before[places])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the order of programs can only be chosen in the interpreter")
+def test_no_program_depends_on_another(monkeypatch):
+    """The interpreter runs programs one after another and hides races: run them backwards, same bits."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    case, _, _ = paged_case([3, 16], [40, 70])
+    packed = paged.pack_case([150, 3, 200], [7, 3, 0], C=240)
+
+    def everything():
+        return [
+            paged_prefill.paged_prefill(*case, 16)[:19], decode.attend_in_splits(*case, 16, 3)[:19],
+            *pack.pack(*packed),
+        ]  # fmt: skip
+
+    forwards, place, seen = everything(), interpreter_builder.set_grid_idx, []
+
+    def backwards(*index):
+        seen.append(index)
+        place(*(size - 1 - i for i, size in zip(index, interpreter_builder.grid_dim)))
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    for a, b in zip(forwards, everything(), strict=True):
+        assert torch.equal(a, b)
+    assert len(set(seen)) > 3
+
+
+@needs_kernel
+def test_pages_beyond_two_to_the_31():
+    definition, run = decode.paged_attention_reference, paged_prefill.paged_prefill
+    try:
+        paged.check_far_pages(lambda *case: run(*case, 3), definition)
+        paged.check_far_pages(lambda *case: decode.attend_in_splits(*case, 3, 2), definition)
+    except RuntimeError as error:
+        pytest.skip(f"no room for the test: {error}")
+
+
+# ---------------------------------------------------------------- pack and kv_write
+@needs_kernel
+@pytest.mark.parametrize("queries, computed", [
+    ([1, 1, 1], [0, 39, 7]), ([5, 0, 1, 10], [7, 3, 0, 12]), ([0, 0, 2], [1, 1, 1]), ([3], [0]),
+    ([0, 0], [5, 5]), ([], []),
+])  # fmt: skip
+@pytest.mark.parametrize("S, extra", [(4, 3), (1, 0), (8, 200)])
+def test_pack(queries, computed, S, extra):
+    paged.check_pack(pack, queries, computed, S=S, extra=extra)
+
+
+@needs_kernel
+def test_pack_many_rows_and_far_pages():
+    """Rows across three programs; slots beyond 2**31."""
+    queries = [7 * b % 5 for b in range(140)]
+    paged.check_pack(pack, queries, [b % 30 for b in range(140)], N=200, extra=9)
+    paged.check_pack(pack, [5, 9], [3, 0], far=True)
+    assert int(pack.pack(*paged.pack_case([5, 9], [3, 0], far=True))[2].max()) > 2**31
+
+
+@dtypes
+def test_kv_write_to_pages(dtype):
+    paged.check_kv_write_to_pages(kv_write, dtype=dtype)
+
+
+@needs_kernel
+def test_kv_write_beyond_two_to_the_31():
+    S, G, D = 16, 16, 64
+    P = 2**31 // (S * G * D) + 3
+    try:
+        room = torch.empty(2 * P, S, G, D, dtype=torch.float16, device=DEVICE)
+    except RuntimeError as error:
+        pytest.skip(f"no room for the test: {error}")
+    cache, x = room[P:], randn(2, G, D, dtype=torch.float16)
+    slots = torch.tensor([(P - 1) * S + 3, -1], device=DEVICE)
+    kv_write.kv_write(x, x, cache.flatten(0, 1), cache.flatten(0, 1), slots)
+    assert torch.equal(cache[P - 1, 3], x[0])
+
+
+# ---------------------------------------------------------------- bad input, on every road
+def test_refusals_say_what_to_change():
+    (q, k, v, pages, at, lengths), _, _ = paged_case([3, 1], [30, 9], H=6, G=2, D=8)
+    run, step = paged_prefill.paged_prefill, decode.paged_decode
+    rest = pages, at, lengths
+    cases = [
+        (lambda: run(randn(6, 5, 8), k, v, *rest, 3), r"5 query heads cannot share 2 .*5 = 2 x 2 \+ 1"),
+        (lambda: run(q, k.half(), v, *rest, 3), "k_cache is torch.float16"),
+        (lambda: step(q, k, randn(9, 16, 2, 8), *rest, 3, 30), "must be equal"),
+        (lambda: step(q, k[:, :15], v[:, :15], *rest, 3, 30), "15 slots.*power of two"),
+        (lambda: step(q, k, v, pages.long(), at, lengths, 3, 30), "pages is .* torch.int64"),
+        (lambda: step(q, k, v, pages.T, at, lengths, 3, 30), r"pages is \[4, 2\].*2 rows need \[2, 2\]"),
+        (lambda: step(q, k, v, pages, at[:2], lengths, 3, 30), r"starts_q is \[2\].*2 rows need \[3\]"),
+        (lambda: step(q, k, v, pages, at, lengths.float(), 3, 30), "lengths is .* torch.float32"),
+        (lambda: step(q, k, v, *rest, 17, 30), "17 queries per row.*at most 16; use paged_prefill"),
+        (lambda: run(q, k, v, *rest, 3, window=0), "window of 0"),
+        (lambda: run(q, k, v, *rest, 3, sinks=2), "2 sinks with window None"),
+    ]
+    if DEVICE == "cpu":  # on a GPU these would cost a wait on every call
+        more = torch.tensor([200, 9], dtype=torch.int32)
+        cases += [
+            (lambda: run(q, k, v, *rest, 2), "3 queries, more than max_queries = 2"),
+            (lambda: run(q, k, v, pages, starts([3, 9]), lengths, 9), r"\[0, 3, 12\] must rise.*most 6"),
+            (lambda: step(q, k, v, *rest, 3, 29), "from 9 to 30 do not lie between 0 and 29"),
+            (lambda: run(q, k, v, pages, at, more, 3), "between 0 and 48 .*3 pages of 16 slots"),
+            (
+                lambda: run(q, k, v, pages + 9, *rest[1:], 3),
+                r"entry 0 of row 0's table is page \d+.*pages 0 to 5",
+            ),
+        ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_pack_refusals_say_what_to_change():
+    seats, at, done, tokens, pages, S, total = paged.pack_case([5, 2], [3, 0])
+    rest = tokens, pages
+    cases = [
+        (lambda: pack.pack(seats.long(), at, done, *rest, S, total), r"seats is \[2\] torch.int64"),
+        (lambda: pack.pack(seats, at[:2], done, *rest, S, total), r"starts is \[2\].*need \[3\]"),
+        (lambda: pack.pack(seats, at, done, tokens, pages[:3], S, total), r"pages is \[3, 10\].*\[7, 10\]"),
+        (lambda: pack.pack(seats, at, done, *rest, 12, total), "12 slots; it must be a power of two"),
+    ]
+    if DEVICE == "cpu":
+        cases += [
+            (lambda: pack.pack(seats, at, done, *rest, S, 6), "must rise from 0 to at most total = 6"),
+            (lambda: pack.pack(seats, at, done + 34, *rest, S, total), "reaches 42 tokens; a seat holds 40"),
+            (lambda: pack.pack(seats + 7, at, done, *rest, S, total), "must lie between 0 and 6"),
+        ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
