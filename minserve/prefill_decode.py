@@ -8,7 +8,8 @@ every step: the same tokens from quadratically more work. Both are generators of
 is not among them, and a generator's return value says why it ended, "stop" or "length".
 
 Refused at the call, before any work: an empty prompt, ids outside the vocabulary, a prompt that leaves no room for one
-token, a prompt and `max_tokens` that together pass the model's context.
+token, a prompt and `max_tokens` that together pass the model's context, and what only the engine can do: several
+completions (`n`), stop strings, logprobs.
 
 Story    notebooks/02_prefill_and_decode.ipynb, notebooks/03_kv_cache.ipynb
 """
@@ -22,7 +23,7 @@ from minserve.config import ModelConfig
 from minserve.kernels.prefill_attention import prefill_attention
 from minserve.kv_cache import KVCache
 from minserve.model import Model
-from minserve.request import SamplingParams
+from minserve.request import SamplingParams, check_vocabulary
 from minserve.sampling import sample
 
 Tokens = Generator[int, None, str]  # yields token ids, returns "stop" or "length"
@@ -57,6 +58,7 @@ def attend_afresh(config: ModelConfig):
 # ---------------------------------------------------------------- one request
 def generate(model: Model, prompt: list[int], params: SamplingParams, cache: KVCache | None = None) -> Tokens:
     """Prefill once, then decode. A cache that is passed in may already hold a past, which `prompt` continues."""
+    _check_plain(params)
     past = cache.length if cache else 0
     most = tokens_to_make(model.config, prompt, params, past, cache.capacity if cache else None)
     if cache is None:
@@ -70,6 +72,7 @@ def generate(model: Model, prompt: list[int], params: SamplingParams, cache: KVC
 
 def generate_without_cache(model: Model, prompt: list[int], params: SamplingParams) -> Tokens:
     """The definition: every step runs the whole sequence again and keeps only the last row."""
+    _check_plain(params)
     attend = attend_afresh(model.config)
 
     def next_logits(tokens: list[int]):
@@ -87,7 +90,7 @@ def _tokens(
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos_token_ids))
     tokens = list(prompt)
     for position in range(most):
-        token = sample(next_logits(tokens), params, seed, position)
+        token = sample(next_logits(tokens), params, seed, position, prompt, tokens[len(prompt) :], stop)
         if token in stop:
             return "stop"
         tokens.append(token)
@@ -96,14 +99,23 @@ def _tokens(
 
 
 # ---------------------------------------------------------------- the door
+def _check_plain(params: SamplingParams) -> None:
+    asked = {"n": params.n > 1, "stop": params.stop, "logprobs": params.logprobs is not None}
+    if names := [name for name, given in asked.items() if given]:
+        raise ValueError(
+            f"generate yields token ids of one answer; {' and '.join(names)} need the engine (minserve/engine.py)"
+        )
+
+
 def tokens_to_make(
     config: ModelConfig, prompt: list[int], params: SamplingParams, past: int = 0, capacity: int | None = None
 ) -> int:
     """How many tokens this request may produce: `max_tokens`, or as many as the context has room for.
 
     Raises ValueError for an empty prompt, an id outside the vocabulary, or too many tokens for the context (or for the
-    `capacity` of a cache that already holds `past` tokens).
+    `capacity` of a cache that already holds `past` tokens), and for what `check_vocabulary` refuses.
     """
+    check_vocabulary(params, config.vocab_size)
     if not prompt:
         raise ValueError(
             "the prompt is empty; there is no position to predict from. Give at least one token."

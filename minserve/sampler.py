@@ -27,8 +27,9 @@ from minserve.kernels import on_triton
 from minserve.kernels.sample import COOLEST, HOTTEST, ONE, sample, target_of
 from minserve.request import SamplingParams
 
-GROUP = 1 << 20  # logits that are worked on together on a CPU: 4 MB at each step
+GROUP = 1 << 18  # logits that are worked on together on a CPU: 1 MB at each step, which a cache can hold
 PENALTY, BIAS, STOPS, DRAWN, LOGPROBS = 1, 2, 4, 8, 16  # what a seat asks for, as bits
+LAST = 0x7FFFFFFF  # behind every key
 COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
@@ -204,61 +205,61 @@ def draw(x, temperature, top_k, top_p, min_p, seeds, positions):
     """`kernels.sample` for rows that draw, without a sort. x [R, V] is used up."""
     R, V = x.shape
     best = x.amax(-1, keepdim=True)
-    d = torch.sub(best, x, out=x)  # [R, V]: how far behind; its bits are in the order of its values
-    weight = (d / temperature.clamp(COOLEST, HOTTEST)[:, None]).neg_().exp_().mul_(ONE).floor_()
-    limited, total = (top_k > 0) & (top_k < V), weight.sum(-1, dtype=torch.float64)
+    d = torch.sub(best, x, out=x)  # [R, V]: how far behind
+    key = d.view(torch.int32)  # the bits of floats >= 0 are in the order of the floats
+    weight = (d / -temperature.clamp(COOLEST, HOTTEST)[:, None]).exp_().mul_(ONE).floor_()  # [R, V]
 
-    # Only these can be drawn: what weighs less than half of (1 - top_p) / V of all lies behind the edge of top-p.
-    least = torch.where(limited, 1.0, (1 - top_p) * total / (2 * V)).clamp(min=1.0)
-    place = (weight >= least.float()[:, None]).flatten().nonzero()[:, 0]
-    tokens = _Tokens(place // V, place % V, d.flatten()[place].view(torch.int32), weight.flatten()[place])
+    limited = (top_k > 0) & (top_k < V)
     if limited.any():
-        tokens = tokens.first(torch.ones_like(tokens.weight), torch.where(limited, top_k, V))
-        total = torch.where(limited, tokens.sums(tokens.weight, R), total)
+        limit = torch.where(limited, top_k, 1)[:, None]
+        edge = d.topk(int(limit.max()), largest=False).values.gather(1, limit - 1).view(torch.int32)
+        edge[~limited] = LAST
+        place = (key == edge).flatten().nonzero()[:, 0]
+        _cut(weight, key, edge, place, torch.ones_like(place), limit[:, 0] - (key < edge).sum(-1))
     if (top_p < 1).any():
-        tokens = tokens.first(tokens.weight, torch.where(top_p < 1, (top_p * total).ceil(), torch.inf))
+        total = weight.sum(-1, dtype=torch.float64)
+        # Whatever weighs less than half of (1 - top_p) / V of all lies behind the edge: look among the others.
+        least = ((1 - top_p) * total / (2 * V)).clamp(min=1.0).float()
+        place = (weight >= least[:, None]).flatten().nonzero()[:, 0]
+        need = torch.where(top_p < 1, (top_p * total).ceil(), torch.inf)
+        _cut(weight, key, *_edge(key.flatten()[place], place, weight.flatten()[place], need, V))
     if min_p.any():
-        tokens = tokens.where(tokens.weight >= (min_p * ONE)[tokens.row])
+        weight.mul_(weight >= (min_p * ONE).ceil().float()[:, None])
 
-    total = tokens.sums(tokens.weight, R).long()
-    target = target_of(total, seeds, positions) + total.cumsum(0) - total
-    winner = torch.searchsorted(tokens.weight.long().cumsum(0), target, right=True)
-    lone = torch.cat([tokens.token, tokens.token.new_zeros(1)])  # there may be none, if all rows are broken
-    return torch.where(best[:, 0].isfinite(), lone[winner], -1)
+    reached = weight.cumsum(-1, dtype=torch.float64)  # [R, V]
+    target = target_of(reached[:, -1].nan_to_num(1.0).long(), seeds, positions).double()
+    token = torch.searchsorted(reached, target[:, None], right=True)[:, 0]
+    return torch.where(best[:, 0].isfinite(), token, -1)
 
 
-class _Tokens(NamedTuple):
-    """Some tokens of some rows, in order of (row, token)."""
+def _edge(key, place, amount, need, width: int):
+    """Where each row, in order of (key, place), just reaches `need` [R] of the amounts: a radix select.
 
-    row: torch.Tensor
-    token: torch.Tensor
-    key: torch.Tensor  # int32 >= 0: the smaller, the more likely
-    weight: torch.Tensor  # fp64, whole numbers
+    Returns what `_cut` takes: the key of the last element needed, and the elements that have this very key, with what
+    is still needed of their amounts.
+    """
+    amount, bits_left = amount.double(), 31
+    edge = torch.zeros(len(need), dtype=torch.int32, device=key.device)
+    for bits in (11, 10, 10):
+        bits_left -= bits
+        row, digit = place // width, key >> bits_left & (1 << bits) - 1
+        mass = torch.bincount((row << bits) + digit, amount, len(need) << bits).view(-1, 1 << bits)
+        reached = mass.cumsum(-1)  # [R, digits]
+        first = (reached < need[:, None]).sum(-1).clamp(max=(1 << bits) - 1)
+        need = need - (reached - mass).gather(1, first[:, None])[:, 0]
+        edge |= first.int() << bits_left
+        open_ = (digit == first[row]).nonzero()[:, 0]
+        key, place, amount = key[open_], place[open_], amount[open_]
+    return edge[:, None], place, amount, need
 
-    def where(self, kept) -> "_Tokens":
-        return _Tokens(*(a[kept] for a in self))
 
-    def sums(self, amount, rows: int):
-        return torch.bincount(self.row, amount, rows)
-
-    def first(self, amount, need) -> "_Tokens":
-        """The beginning of each row, in order of (key, token), that just reaches `need` [R] of the amounts."""
-        kept = torch.ones_like(self.row, dtype=torch.bool)
-        open_, need = torch.arange(len(self.row), device=kept.device), need.double()  # not decided yet
-        for shift, bits in ((20, 11), (10, 10), (0, 10)):
-            row, digit = self.row[open_], self.key[open_] >> shift & (1 << bits) - 1
-            mass = torch.bincount((row << bits) + digit, amount[open_], len(need) << bits)
-            mass = mass.view(-1, 1 << bits)  # [R, digits]
-            reached = mass.cumsum(-1)
-            edge = (reached < need[:, None]).sum(-1, keepdim=True).clamp(max=(1 << bits) - 1)
-            need = need - (reached - mass).gather(1, edge)[:, 0]
-            kept[open_[digit > edge[row, 0]]] = False
-            open_ = open_[digit == edge[row, 0]]
-        row, amount = self.row[open_], amount[open_].long()  # equal keys: the lowest ids come first
-        own = torch.bincount(row, amount.double(), len(need)).long()
-        before = amount.cumsum(0) - amount - (own.cumsum(0) - own)[row]
-        kept[open_[before >= need[row]]] = False
-        return self.where(kept)
+def _cut(weight, key, edge, place, amount, need) -> None:
+    """Take the weight of all behind the edge [R, 1], and of those on it (`place`) that are not needed any more."""
+    weight.mul_(key <= edge)
+    row = place // key.shape[1]
+    own = torch.bincount(row, amount.double(), len(need)).long()  # fp64 holds a row's sum, int64 the group's
+    before = amount.long().cumsum(0) - amount.long() - (own.cumsum(0) - own)[row]
+    weight.view(-1)[place[before >= need[row]]] = 0.0
 
 
 class _Ragged:

@@ -2,6 +2,7 @@
 
     Tokenizer      encode, decode, chat(messages): through `transformers`, so ids equal the reference's
     Detokenizer    one id in, the text that is now certain out
+    StopStrings    text in, the text that can no longer be the beginning of a stop string out
 
 Why streaming needs care: a token is a piece of *bytes*. One emoji may be three tokens, a decoder may strip the space at
 the start of what it is given, and special tokens print nothing. So the detokenizer never decodes a token alone. It
@@ -9,6 +10,8 @@ decodes a window of recent ids and emits what the window gained, holding back an
 
 Invariants   the deltas joined, flush included, equal decode(all ids), for any ids whatsoever
              a delta never ends inside a character: U+FFFD is emitted only where the full text has it
+             of a stop string nothing is ever given out, however it is cut into deltas; what is held back is the
+             longest end of the text that begins a stop string, and no character more
 
 Special tokens inside a *message* are plain text: a user who types <|im_end|> does not end a turn.
 Story    notebooks/01_one_forward_pass.ipynb
@@ -16,6 +19,7 @@ Story    notebooks/01_one_forward_pass.ipynb
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 REPLACEMENT = "\ufffd"
@@ -138,3 +142,30 @@ class Detokenizer:
 
 def _is_byte(token: str | None) -> bool:
     return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+class StopStrings:
+    """Feed text; get what may be shown, and whether a stop string has ended it.
+
+    The text ends before the stop string that is complete first; of two that complete with the same character, before
+    the one that begins first. When no more text comes, `flush` gives what was held back.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops, self.held = tuple(stops), ""
+
+    def push(self, delta: str) -> tuple[str, bool]:
+        text = self.held + delta
+        ends = [(at + len(s), at) for s in self.stops if (at := text.find(s)) >= 0]
+        if ends:
+            self.held = ""
+            return text[: min(ends)[1]], True
+        longest = max(map(len, self.stops), default=0)
+        starts = (i for i in range(max(0, len(text) - longest), len(text)) if any(s.startswith(text[i:]) for s in self.stops))
+        begin = next(starts, len(text))
+        self.held = text[begin:]
+        return text[:begin], False
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
