@@ -160,9 +160,9 @@ class StopStrings:
         if ends:
             self.held = ""
             return text[: min(ends)[1]], True
-        longest = max(map(len, self.stops), default=0)
-        starts = (i for i in range(max(0, len(text) - longest), len(text)) if any(s.startswith(text[i:]) for s in self.stops))
-        begin = next(starts, len(text))
+        begin = max(0, len(text) - max(map(len, self.stops), default=0))
+        while not any(s.startswith(text[begin:]) for s in self.stops) and begin < len(text):
+            begin += 1
         self.held = text[begin:]
         return text[:begin], False
 
