@@ -104,6 +104,13 @@ class PagePool:
             return whole
         return min(whole, self.sink_pages + pages_for(self.window + chunk, self.page_size) + 1)
 
+    def promised(self, request: Request, chunk: int) -> int:
+        """Pages that a running request has yet to take for tokens it has already: a prompt that is partly computed."""
+        missing = pages_for(len(request.tokens), self.page_size) - len(request.pages)
+        if missing <= 0:
+            return 0
+        return max(0, min(missing, self.most(len(request.tokens), chunk) - len(self.held(request))))
+
     def held(self, request: Request) -> list[int]:
         """The pages of its table that are still its own: all but those that left the window."""
         return request.pages[: self.sink_pages] + request.pages[max(self.sink_pages, request.returned) :]

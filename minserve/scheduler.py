@@ -160,8 +160,7 @@ class Scheduler:
                 return False  # a step or two, and the prompt is there to be shared
             if len(request.tokens) == len(request.prompt) and self.pages.fork(request, leader):
                 return True
-        held = [(self.pages.most(len(r.tokens), self.chunk), len(self.pages.held(r))) for r in self.running]
-        promised = sum(max(0, most - now) for most, now in held)  # for prompts that are only partly computed
+        promised = sum(self.pages.promised(r, self.chunk) for r in self.running)
         return self.pages.admit(request, self.chunk, promised)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
