@@ -12,7 +12,7 @@ from minserve.kernels import INTERPRETED, decode_attention, kv_write, pack, page
 from minserve.kernels import paged_attention as decode
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-HEADS = [(6, 2, 64), (4, 1, 24), (4, 4, 128), (6, 3, 24)]  # (H, G, D)
+HEADS = [(6, 2, 64, 8), (4, 1, 24, 16), (4, 4, 128, 32), (6, 3, 24, 64)]  # (H, G, D, S)
 slow = pytest.mark.slow
 
 
@@ -63,43 +63,55 @@ def test_the_definition_of_pack_one_place_at_a_time():
 # ---------------------------------------------------------------- decode
 @needs_kernel
 @dtypes
-@pytest.mark.parametrize("H, G, D", HEADS)
-@pytest.mark.parametrize("S", [8, pytest.param(16, marks=slow), pytest.param(64, marks=slow)])
+@pytest.mark.parametrize("H, G, D, S", HEADS)
 def test_decode_heads(H, G, D, S, dtype):
     paged.check_paged_decode(decode, [1, 0, 1, 3], [5, 9, 70, 33], H=H, G=G, D=D, S=S, dtype=dtype)
 
 
+unwritten = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is merged from parts nobody wrote
+
+
 @needs_kernel
+@unwritten
 @dtypes
-@pytest.mark.parametrize("splits", [None, 3, pytest.param(1, marks=slow), pytest.param(20, marks=slow)])
-@pytest.mark.parametrize("S", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("S, splits", [
+    (8, None), (32, 3), (64, 1), pytest.param(1, 3, marks=slow), pytest.param(16, 20, marks=slow),
+])  # fmt: skip
 def test_decode_at_page_boundaries(S, splits, dtype):
-    lengths = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0, 100]
-    paged.check_paged_decode(decode, [1] * 6, lengths, D=24, S=S, splits=splits, dtype=dtype, seed=S)
+    lengths = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0]
+    paged.check_paged_decode(decode, [1] * 5, lengths, D=24, S=S, splits=splits, dtype=dtype, seed=S)
 
 
 @needs_kernel
+@unwritten
 @dtypes
-@pytest.mark.parametrize("queries", [[16, 1], [7, 16, 2], pytest.param([4, 5], marks=slow)], ids=str)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("queries", [[16, 1], pytest.param([7, 4, 2], marks=slow)], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
 def test_decode_of_several_queries(queries, splits, dtype):
-    """16 queries of 3 heads fill one tile in the matrix kernels, three in the others; 16 of 6 need two and more."""
+    """16 queries of 3 heads are 48 rows: one tile in the matrix kernels, three in the others."""
     lengths = [16, 70, 2][: len(queries)]
     paged.check_paged_decode(decode, queries, lengths, splits=splits, dtype=dtype)
-    paged.check_paged_decode(decode, queries, [n + 31 for n in lengths], G=1, splits=splits, dtype=dtype)
+
+
+@needs_kernel
+@unwritten
+@slow
+@dtypes
+def test_decode_of_more_rows_than_a_tile(dtype):
+    paged.check_paged_decode(decode, [16, 5], [47, 33], G=1, splits=2, dtype=dtype)
 
 
 WINDOWS = [(1, 0), (4, 2), (16, 0), (17, 33), pytest.param(5, 0, marks=slow), pytest.param(70, 1, marks=slow)]
 
 
 @needs_kernel
+@unwritten
 @dtypes
 @pytest.mark.parametrize("window, sinks", WINDOWS)
-@pytest.mark.parametrize("splits", [1, 3])
-def test_decode_window(window, sinks, splits, dtype):
-    masks = dict(window=window, sinks=sinks, dtype=dtype, splits=splits)
-    paged.check_paged_decode(decode, [1, 1, 3, 1], [140, window, 75, window + 1], **masks)
-    paged.check_paged_decode(decode, [5, 16], [120, 40], S=8, **masks)
+def test_decode_window(window, sinks, dtype):
+    masks = dict(window=window, sinks=sinks, dtype=dtype)
+    paged.check_paged_decode(decode, [1, 1, 1], [140, window, window + 1], splits=3, **masks)
+    paged.check_paged_decode(decode, [3, 4], [120, 40], S=8, splits=1, **masks)
 
 
 @needs_kernel
@@ -116,18 +128,19 @@ def test_large_scores_do_not_overflow():
 # ---------------------------------------------------------------- chunks
 @needs_kernel
 @dtypes
-@pytest.mark.parametrize("H, G, D", HEADS)
-@pytest.mark.parametrize("S", [16, pytest.param(8, marks=slow), pytest.param(64, marks=slow)])
+@pytest.mark.parametrize("H, G, D, S", HEADS)
 def test_prefill_heads(H, G, D, S, dtype):
     paged.check_paged_prefill(paged_prefill, [5, 0, 33, 1], [5, 3, 70, 40], H=H, G=G, D=D, S=S, dtype=dtype)
 
 
 @needs_kernel
 @dtypes
-@pytest.mark.parametrize("S", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("S", [8, 32, 64, pytest.param(1, marks=slow), pytest.param(16, marks=slow)])
 def test_prefill_at_page_boundaries(S, dtype):
-    lengths = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0, 60]
-    paged.check_paged_prefill(paged_prefill, [1, 1, S, S, 1, 40], lengths, D=24, S=S, dtype=dtype, seed=S)
+    lengths = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0]
+    paged.check_paged_prefill(
+        paged_prefill, [1, 1, S // 2, min(S, 20), 1], lengths, D=24, S=S, dtype=dtype, seed=S
+    )
 
 
 @needs_kernel
@@ -169,7 +182,7 @@ def test_slots_further_apart_than_they_are_long():
 @needs_kernel
 def test_contiguous_pages_are_the_dense_kernels():
     """Pages in order are a dense cache, and the answers are those of the dense kernels, bit for bit."""
-    S, B, M, lengths = 16, 2, 5, [70, 33]
+    S, B, M, lengths = 16, 2, 3, [40, 33]
     q, k, v = randn(2, 6, 32), randn(B * M, S, 2, 32, seed=1), randn(B * M, S, 2, 32, seed=2)
     pages = torch.arange(B * M, dtype=torch.int32, device=DEVICE).view(B, M)
     length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -178,13 +191,13 @@ def test_contiguous_pages_are_the_dense_kernels():
         expected = decode_attention.attend_in_splits(q, *dense, length, splits)
         got = decode.attend_in_splits(q, k, v, pages, starts([1, 1]), length, 1, splits)
         assert torch.equal(got, expected)
-    queries, q = [40, 7], randn(47, 6, 32)
+    queries, q = [20, 7], randn(27, 6, 32)
     rows = [torch.cat([x[b, :n] for b, n in enumerate(lengths)]) for x in dense]
-    for masks in (dict(), dict(window=20, sinks=3)):
+    for masks in (dict(), dict(window=10, sinks=3)):
         expected = prefill_attention.prefill_attention(
-            q, *rows, starts(queries), starts(lengths), 40, **masks
+            q, *rows, starts(queries), starts(lengths), 20, **masks
         )
-        got = paged_prefill.paged_prefill(q, k, v, pages, starts(queries), length, 40, **masks)
+        got = paged_prefill.paged_prefill(q, k, v, pages, starts(queries), length, 20, **masks)
         assert torch.equal(got, expected)
 
 
@@ -206,12 +219,12 @@ def test_no_program_depends_on_another(monkeypatch):
     """The interpreter runs programs one after another and hides races: run them backwards, same bits."""
     from triton.runtime.interpreter import interpreter_builder
 
-    case, _, _ = paged_case([3, 16], [40, 70])
+    case, _, _ = paged_case([3, 8], [40, 20])
     packed = paged.pack_case([150, 3, 200], [7, 3, 0], C=240)
 
     def everything():
         return [
-            paged_prefill.paged_prefill(*case, 16)[:19], decode.attend_in_splits(*case, 16, 3)[:19],
+            paged_prefill.paged_prefill(*case, 8)[:11], decode.attend_in_splits(*case, 8, 3)[:11],
             *pack.pack(*packed),
         ]  # fmt: skip
 
@@ -287,7 +300,7 @@ def test_refusals_say_what_to_change():
         (lambda: step(q, k, randn(9, 16, 2, 8), *rest, 3, 30), "must be equal"),
         (lambda: step(q, k[:, :15], v[:, :15], *rest, 3, 30), "15 slots.*power of two"),
         (lambda: step(q, k, v, pages.long(), at, lengths, 3, 30), "pages is .* torch.int64"),
-        (lambda: step(q, k, v, pages.T, at, lengths, 3, 30), r"pages is \[4, 2\].*2 rows need \[2, 2\]"),
+        (lambda: step(q, k, v, pages.T, at, lengths, 3, 30), r"pages is \[3, 2\].*2 rows need \[2, 2\]"),
         (lambda: step(q, k, v, pages, at[:2], lengths, 3, 30), r"starts_q is \[2\].*2 rows need \[3\]"),
         (lambda: step(q, k, v, pages, at, lengths.float(), 3, 30), "lengths is .* torch.float32"),
         (lambda: step(q, k, v, *rest, 17, 30), "17 queries per row.*at most 16; use paged_prefill"),
