@@ -148,6 +148,10 @@ class Engine:
 
     def make(self, prompt: str | list[int], params: SamplingParams, **fields) -> list[Output]:
         """The outputs of one prompt, checked but not yet queued. Raises ValueError."""
+        if params.n > self.scheduler.max_waiting:
+            raise ValueError(
+                f"n is {params.n:,}, and the queue takes {self.scheduler.max_waiting:,} requests: ask for fewer completions"
+            )
         prompt, most, stop_ids = self._checked(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         outputs: list[Output] = []
@@ -381,7 +385,7 @@ class LLM(Engine):
         with tqdm(total=sum(map(len, results)), unit="answer", disable=not progress) as bar:
             try:
                 while unqueued or self.outputs:
-                    while unqueued and self.scheduler.room >= min(
+                    while unqueued and self.scheduler.room >= len(unqueued[0]):
                         len(unqueued[0]), self.scheduler.max_waiting
                     ):
                         self.queue(unqueued.popleft())
