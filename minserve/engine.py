@@ -150,7 +150,7 @@ class Engine:
         """The outputs of one prompt, checked but not yet queued. Raises ValueError."""
         if params.n > self.scheduler.max_waiting:
             raise ValueError(
-                f"n is {params.n:,}, and the queue takes {self.scheduler.max_waiting:,} requests: ask for fewer completions"
+                f"n is {params.n:,}, and the queue takes {self.scheduler.max_waiting:,}: ask for fewer completions"
             )
         prompt, most, stop_ids = self._checked(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -386,8 +386,6 @@ class LLM(Engine):
             try:
                 while unqueued or self.outputs:
                     while unqueued and self.scheduler.room >= len(unqueued[0]):
-                        len(unqueued[0]), self.scheduler.max_waiting
-                    ):
                         self.queue(unqueued.popleft())
                     for output, delta in self.step():
                         if each:
