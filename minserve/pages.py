@@ -303,6 +303,9 @@ class PagePool:
 class ReservingPool(PagePool):
     """The baseline that pages replace: from its first step on, a request holds room for its longest possible answer."""
 
+    def most(self, num_tokens: int, chunk: int) -> int:
+        return pages_for(num_tokens, self.page_size)  # also with a window: all of it is held at first
+
     def admit(self, request: Request, chunk: int, promised: int = 0) -> bool:
         return pages_for(request.most_tokens, self.page_size) + promised <= self.available and super().admit(
             request, chunk, promised

@@ -13,19 +13,22 @@ Making room   when pages run out, the running request of the worst rank returns 
               recompute its tokens, from the cached prefix if that is still there: preemption by recompute.
 
 Invariants, held after every call and checked by tests/test_scheduler.py
-    planned tokens <= token_budget; running requests <= max_running; waiting ones <= max_waiting
+    planned tokens <= token_budget; running requests <= max_running
+    add() lets at most max_waiting wait; those that gave way come on top of them, at most max_running
     a planned request owns pages, none of them shared, for every token it is about to compute
     a waiting or finished request owns no page and no seat; who was preempted is not admitted in the same step
     the best-ranked request is never preempted, so it finishes, and then the next one is the best
-Starvation    a request waits only for those of better rank. Nobody who arrives more than ageing * (its priority -
-              theirs) steps later is among them: the bound for overtaking, in steps.
+Starvation    a request waits only for those of better rank, and for room from those that ran before it came. Nobody
+              who arrives more than ageing * (its priority - theirs) steps later is among the first: the bound for
+              overtaking, in steps.
 Sources  iteration-level scheduling, Yu et al. 2022 (Orca, OSDI); chunked prefill, Agrawal et al. 2023 (SARATHI,
          arXiv:2308.16369); one debt for both phases: the vLLM v1 scheduler
 Story    notebooks/07_continuous_batching.ipynb
 """
 
+import sys
 from bisect import insort
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from minserve.pages import PagePool
 from minserve.request import Request, Status
@@ -91,6 +94,11 @@ class Scheduler:
         insort(self.waiting, request, key=_rank)
         if request.deadline is not None:
             heappush(self.deadlines, (request.deadline, request.id, request))
+            if (
+                len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 64
+            ):  # mostly of the finished
+                self.deadlines = [d for d in self.deadlines if d[2].status is not Status.FINISHED]
+                heapify(self.deadlines)
 
     def check_fits(self, request: Request) -> None:
         """Raises ValueError for a request that the whole pool could not hold."""
@@ -191,7 +199,7 @@ class Scheduler:
             if request.status is not RUNNING:
                 continue  # it was aborted while the step ran
             request.computed += num_tokens
-            if request.computed % S < num_tokens:  # a page became full
+            if request.computed % S < num_tokens or self.pages.window:  # a page is full, or out of the window
                 self.pages.settle(request)
             if request.computed < len(request.tokens):
                 continue  # mid-prompt: this chunk's logits predict a token that is known
@@ -257,7 +265,7 @@ class StaticBatching(WholePrompts):
 
     def _admit_waiting(self, plan: Plan, spare: int) -> None:
         if not self.running:
-            super()._admit_waiting(plan, spare)
+            super()._admit_waiting(plan, sys.maxsize)  # no budget binds it: seats and pages do
 
 
 def _rank(request: Request) -> tuple[int, int]:
