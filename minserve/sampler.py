@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from minserve.kernels import on_triton
-from minserve.kernels.sample import COOLEST, HOTTEST, ONE, sample, target_of
+from minserve.kernels.sample import COOLEST, HOTTEST, ONE, sample, target_of, uniform
 from minserve.request import SamplingParams
 
 GROUP = 1 << 18  # logits that are worked on together on a CPU: 1 MB at each step, which a cache can hold
@@ -155,18 +155,18 @@ class Sampler:
         """One token for each row of x [R, V], or -1."""
         numbers = self._send(self.numbers[seats, :3])
         top_k, seeds = self._send(self.whole[seats]).T.contiguous()
-        where = self._send(positions)
         temperature, (top_p, min_p) = numbers[:, 0].float(), numbers[:, 1:].T.contiguous()
         if on_triton(x):
-            return sample(x, temperature, top_k, top_p, min_p, seeds, where)
+            return sample(x, temperature, top_k, top_p, min_p, seeds, self._send(positions))
         drawn = asks & DRAWN > 0
         if not drawn.any():
             return _best(x)
+        u = self._send(uniform(self.whole[seats, 1], positions))
         if drawn.all():
-            return draw(x, temperature, top_k, top_p, min_p, seeds, where)
+            return draw(x, temperature, top_k, top_p, min_p, u)
         tokens = _best(x)
         rows = self._send(np.flatnonzero(drawn))
-        tokens[rows] = draw(x[rows], *(a[rows] for a in (temperature, top_k, top_p, min_p, seeds, where)))
+        tokens[rows] = draw(x[rows], *(a[rows] for a in (temperature, top_k, top_p, min_p, u)))
         return tokens
 
     def _logprobs(self, logits, tokens, seats, rows):
@@ -201,7 +201,7 @@ def _best(logits):
     return torch.where(logits.gather(1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
 
 
-def draw(x, temperature, top_k, top_p, min_p, seeds, positions):
+def draw(x, temperature, top_k, top_p, min_p, u):
     """`kernels.sample` for rows that draw, without a sort. x [R, V] is used up."""
     R, V = x.shape
     best = x.amax(-1, keepdim=True)
@@ -227,7 +227,7 @@ def draw(x, temperature, top_k, top_p, min_p, seeds, positions):
         weight.mul_(weight >= (min_p * ONE).ceil().float()[:, None])
 
     reached = weight.cumsum(-1, dtype=torch.float64)  # [R, V]
-    target = target_of(reached[:, -1].nan_to_num(1.0).long(), seeds, positions).double()
+    target = target_of(reached[:, -1].nan_to_num(1.0).long(), u).double()
     token = torch.searchsorted(reached, target[:, None], right=True)[:, 0]
     return torch.where(best[:, 0].isfinite(), token, -1)
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from minserve.kernels.sample import sample_reference, uniform, weights_reference
+from minserve.kernels.sample import HOTTEST, uniform, weights_reference
 from minserve.request import SamplingParams
 
 __all__ = ["adjusted", "probabilities", "sample", "uniform"]
@@ -77,24 +77,20 @@ def sample(
     from them would be noise.
     """
     x = adjusted(logits, params, position, prompt, outputs, stop_ids)
-    where = [torch.tensor([i], device=x.device) for i in (signed(seed), position)]
-    token = int(sample_reference(x[None], *_cuts(params, x.device), *where))
-    if token < 0:
+    if not x.max().isfinite():  # the maximum of anything and NaN is NaN
         raise ValueError(
             f"the logits for output position {position} hold NaN, or have no finite maximum; "
             f"the model's weights or cache are broken"
         )
-    return token
-
-
-def signed(seed: int) -> int:
-    """The seed's low 64 bits, as an int64 tensor holds them."""
-    return (seed + 2**63) % 2**64 - 2**63
+    reached = weights_reference(x[None], *_cuts(params, x.device))[0].cumsum(0)
+    total = int(reached[-1])
+    target = min(int(uniform(seed, position) * total), total - 1)
+    return int(torch.searchsorted(reached, target, right=True))
 
 
 def _cuts(params: SamplingParams, device):
     """temperature, top_k, top_p, min_p of one row, as `kernels.sample` takes them."""
-    temperature = 0.0 if params.greedy else min(params.temperature, 3e38)
+    temperature = 0.0 if params.greedy else min(params.temperature, HOTTEST)
     return (
         torch.tensor([temperature], dtype=torch.float32, device=device),
         torch.tensor([min(params.top_k, 2**62)], device=device),

@@ -39,14 +39,14 @@ BLOCK = 4096
 
 # ---------------------------------------------------------------- random numbers
 def philox(counter, key):
-    """Philox-4x32-10: four words of 32 bits from a counter of four and a key of two. Python ints or int64 tensors."""
+    """Philox-4x32-10: four words of 32 bits from a counter of four and a key of two. Ints, int64 arrays or tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         a, b = (
             c0 * 0xD2511F53,
             c2 * 0xCD9E8D57,
-        )  # 64 bits; an int64 tensor wraps, the masks take what is right
+        )  # 64 bits; an int64 wraps, the masks take what is right
         c0, c1, c2, c3 = (b >> 32 ^ c1 ^ k0) & MASK, b & MASK, (a >> 32 ^ c3 ^ k1) & MASK, a & MASK
         k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
     return c0, c1, c2, c3
@@ -56,9 +56,10 @@ MASK = 0xFFFFFFFF
 
 
 def uniform(seeds, positions):
-    """u in [0, 1) with 53 bits, of a seed and a position: two Python ints give a float, two int64 tensors fp64."""
+    """u in [0, 1) with 53 bits, of a seed and a position: Python ints give a float, int64 arrays or tensors fp64."""
     a, b, _, _ = philox((positions & MASK, positions >> 32 & MASK, 0, 0), (seeds & MASK, seeds >> 32 & MASK))
-    return ((a >> 5) * 2.0**26 + (b >> 6)) * 2.0**-53
+    bits = (a >> 5 << 26) + (b >> 6)
+    return (bits.double() if torch.is_tensor(bits) else bits) * 2.0**-53
 
 
 # ---------------------------------------------------------------- the definition
@@ -85,14 +86,14 @@ def weights_reference(logits, temperature, top_k, top_p, min_p):
 
 def sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions):
     cumulative = weights_reference(logits, temperature, top_k, top_p, min_p).cumsum(-1)  # [B, V]
-    target = target_of(cumulative[:, -1], seeds, positions)
+    target = target_of(cumulative[:, -1], uniform(seeds, positions))
     token = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     return torch.where(logits.float().amax(-1).isfinite(), token, -1)
 
 
-def target_of(total, seeds, positions):
+def target_of(total, u):
     """Which of `total` tickets wins, int64 [B] in [0, total): u * total is the same product in fp64 everywhere."""
-    return torch.minimum((uniform(seeds, positions) * total.double()).long(), total - 1)
+    return torch.minimum((u * total.double()).long(), total - 1)
 
 
 # ---------------------------------------------------------------- the kernel
