@@ -53,7 +53,7 @@ class PagedCache:
                 pool[target] = pool[source]
 
     def attend_for(self, batch):
-        """The `attend` of one step (a batch.Batch): stores its keys and values, then lets every row look at its past."""
+        """The `attend` of one step (a batch.Batch): stores keys and values, then lets every row look at its past."""
         gathered = {}
         if not on_triton(self.k[0]):
             gathered = {
@@ -125,20 +125,19 @@ class _Group:
         lengths = torch.tensor([batch.host_lengths[b] for b in rows])  # [C]
         first = lengths - counts  # position of each row's first query
         begin = torch.zeros_like(first) if window is None else (first - window + 1).clamp(min=0)
-        sinks = min(sinks, int(begin.max())) if window else 0
+        extra = min(sinks, int(begin.max())) if window else 0  # columns for sinks that lie before the window
         width = int((lengths - begin).max())
-        j = begin[:, None] + torch.arange(-sinks, width)  # [C, w]: the window, and before it
-        j[:, :sinks] = torch.arange(sinks)  # the sinks
+        j = begin[:, None] + torch.arange(-extra, width)  # [C, w]
+        j[:, :extra] = torch.arange(extra)
         p = first[:, None] + torch.arange(int(counts.max()))  # [C, n] position of each query
         seen = (j[:, None] <= p[:, :, None]) & (j < lengths[:, None])[:, None]  # [C, n, w]
         if window is not None:
             seen &= (j[:, None] > p[:, :, None] - window) | (j < sinks)[:, None]
-            seen[..., :sinks] &= (
-                torch.arange(sinks) < begin[:, None, None]
-            )  # a sink inside the window counts once
-        own = torch.where(
-            seen.any(1), j, (lengths - 1)[:, None]
-        )  # [C, w]: what nobody sees points at what all own
+            seen[..., :extra] &= (
+                torch.arange(extra) < begin[:, None, None]
+            )  # a sink in the window counts once
+        own = seen.any(1)  # [C, w]
+        own = torch.where(own, j, (lengths - 1)[:, None])  # what nobody sees points at what is surely theirs
         self.index = (
             batch.tables[at[:, None], own // page_size] * page_size + own % page_size
         ).long()  # [C, w]
