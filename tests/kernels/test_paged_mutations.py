@@ -38,7 +38,7 @@ def battery(name, module):
         check(module, [1, 0, 3, 1], [33, 9, 40, 0], splits=1, S=8)
         check(module, [4, 1], [3, 70], splits=3)
         check(module, [7, 1], [20, 64], G=1, splits=2, size=20.0)
-        check(module, [1, 3], [140, 30], window=33, sinks=3, splits=3, S=8)
+        check(module, [1, 3], [140, 60], window=33, sinks=3, splits=3, S=8)
         check(module, [2], [75], window=7, sinks=70, splits=2)
         check(module, [1], [300], H=2, G=1)  # the launcher's own choice of splits
         paged.check_far_pages(
