@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from minserve.fetch import default_folder
-from minserve.text import REPLACEMENT, Detokenizer, Tokenizer
+from minserve.text import REPLACEMENT, Detokenizer, StopStrings, Tokenizer
 
 SAMPLES = [
     "Hello world!",
@@ -208,3 +208,95 @@ def test_refusals(real, tmp_path):
 
 def test_eos_is_collected_from_every_file(real):
     assert real.hf.convert_tokens_to_ids("<|im_end|>") in real.eos_token_ids
+
+
+# ---------------------------------------------------------------- stop strings
+def shown(stops, deltas):
+    """What a reader gets of these deltas, one piece for each that was needed, and whether a stop ended it."""
+    matcher, pieces = StopStrings(stops), []
+    for delta in deltas:
+        piece, stopped = matcher.push(delta)
+        pieces.append(piece)
+        if stopped:
+            assert matcher.flush() == "", "the stop string itself is kept back"
+            return pieces, True
+    return [*pieces, matcher.flush()], False
+
+
+def by_definition(stops, text):
+    """The text before the stop string that is complete first (of two, the one that begins first)."""
+    for end in range(1, len(text) + 1):
+        if begins := [end - len(s) for s in stops if text[:end].endswith(s)]:
+            return text[: min(begins)], True
+    return text, False
+
+
+@pytest.mark.parametrize(
+    "stops, deltas, pieces, stopped",
+    [
+        (["DEFGHIJ", "EX"], ["AB", "C", "D", "EF", "GH", "IJ", "K"], ["AB", "C", "", "", "", ""], True),
+        (["STOP"], ["xSTOPy"], ["x"], True),
+        (["DEFGHIJ", "EX"], ["AB", "CDE"], ["AB", "C", "DE"], False),  # released when nothing more comes
+        (
+            ["DEFGHIJ", "EX"],
+            ["AB", "CDE", "X"],
+            ["AB", "C", "D"],
+            True,
+        ),  # the other one, begun inside the first
+        (["DEFGHIJ"], ["DEFD", "EFGHIJ"], ["DEF", ""], True),  # a second beginning
+        (["\n"], ["?", "\n"], ["?", ""], True),  # nothing of the text before it is lost
+        (
+            ["<x>assistant"],
+            ["ple", "as"],
+            ["ple", "as", ""],
+            False,
+        ),  # inside a stop string, not its beginning
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], True),
+        (["\n\n"], ["a\n"], ["a", "\n"], False),  # cut by length while one character is held
+        (["ab", "b"], ["ab"], [""], True),  # both complete with the same character: the longer begins first
+        (["abcd", "bc"], ["a", "b", "c", "d"], ["", "", "a"], True),
+        ([], ["any", "thing"], ["any", "thing", ""], False),
+        (["🙂"], ["a", "🙂", "b"], ["a", ""], True),
+    ],
+)
+def test_nothing_of_a_stop_string_is_shown(stops, deltas, pieces, stopped):
+    assert shown(stops, deltas) == (pieces, stopped)
+    assert ("".join(pieces), stopped) == by_definition(stops, "".join(deltas))
+
+
+SHORT = st.text("ab🙂", min_size=1, max_size=4)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(SHORT, max_size=3), st.lists(st.text("ab🙂", max_size=5), max_size=8))
+def test_any_text_in_any_pieces(stops, deltas):
+    text, stopped = by_definition(stops, "".join(deltas))
+    pieces, ended = shown(stops, deltas)
+    assert ("".join(pieces), ended) == (text, stopped)
+    matcher, given_out, seen = StopStrings(stops), "", ""
+    for delta in deltas:
+        piece, stopped = matcher.push(delta)
+        if stopped:
+            break
+        given_out, seen = given_out + piece, seen + delta
+        held = max((n for s in stops for n in range(len(s)) if seen.endswith(s[:n])), default=0)
+        assert given_out == seen[: len(seen) - held], (
+            "more is held than the longest beginning of a stop string"
+        )
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_a_stop_string_of_several_tokens_and_bytes(sentencepiece, cut):
+    """The stop is an emoji whose four bytes are four tokens; without the last one it is no stop."""
+    ids = [260, *[3 + b for b in "🙂".encode()][: 4 - cut], *([] if cut else [261])]
+    detokenizer, matcher, out = Detokenizer(sentencepiece), StopStrings(["🙂"]), ""
+    for i in ids:
+        piece, stopped = matcher.push(detokenizer.push(i))
+        out += piece
+        if stopped:
+            break
+    else:
+        piece, stopped = matcher.push(detokenizer.flush())
+        out += piece + matcher.flush()
+    assert stopped == (cut == 0)
+    assert out == ("Hello" if stopped else sentencepiece.decode(ids))
