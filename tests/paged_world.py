@@ -69,6 +69,7 @@ class PagedOracle:
         self.slots = [[[None] * pool.page_size for _ in range(pool.num_pages)] for _ in range(2)]
         self.tables: dict[int, dict[int, int]] = {}
         self.tokens: dict[int, dict[int, int]] = {}
+        self.copied = 0
 
     def __call__(self, plan) -> list[int]:
         self._copy()
@@ -117,6 +118,7 @@ class PagedOracle:
         for to, layers in read:  # all are read before any is written
             for layer, content in zip(self.slots, layers):
                 layer[to] = content
+        self.copied += len(read)
         self.pool.copies.clear()
 
     def _update_seat(self, request) -> None:
@@ -190,8 +192,9 @@ class World:
         self.requests: list[Request] = []  # all that were taken
         self.live: dict[int, Request] = {}
         self.arrived: dict[int, int] = {}  # id -> step
+        self.ended: dict[int, int] = {}
+        self.plan: list = []  # of the last step: (id, num_tokens)
         self.growth = self.barren = self.computed = self.refused = 0
-        self.most_waiting = 0
         self._wrap_preempt()
 
     def _wrap_preempt(self) -> None:
@@ -244,6 +247,12 @@ class World:
         self.scheduler.finish(request, "abort")
         self.check()
 
+    def preempt(self, request: Request) -> None:
+        """Between steps, for no reason."""
+        self.scheduler.preempt(request)
+        self.growth += 1
+        self.check()
+
     def expire(self) -> None:
         late = {r.id for r in self.scheduler.expire(self.clock)}
         due = {r.id for r in self.live.values() if r.deadline is not None and r.deadline <= self.clock}
@@ -256,6 +265,7 @@ class World:
         self.clock += 1
         before = Before(self)
         plan = self.scheduler.schedule()
+        self.plan = [(r.id, n) for r, n in plan]
         before.check(self, plan)
         self.check(step_runs=True)
         answers = self.oracle(plan)
@@ -306,6 +316,7 @@ class World:
                 f"request {request.id} is finished, but owns something"
             )
             del self.live[request.id]
+            self.ended[request.id] = s.steps
         assert {r.id for r in [*s.waiting, *s.running]} == set(self.live), "a request is lost, or still there"
         assert len(s.waiting) + len(s.running) == len(self.live), "a request is there twice"
         for queue, status in ((s.waiting, Status.WAITING), (s.running, Status.RUNNING)):
