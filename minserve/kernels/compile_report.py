@@ -28,12 +28,25 @@ from pathlib import Path
 import torch
 
 from minserve.kernels import decode_attention as decode
-from minserve.kernels import kv_write, prefill_attention, rms_norm, rope, silu_mul, stream, triton
+from minserve.kernels import (
+    kv_write,
+    pack,
+    paged_attention,
+    paged_prefill,
+    prefill_attention,
+    rms_norm,
+    rope,
+    silu_mul,
+    stream,
+    triton,
+)
 
 TABLE = Path(__file__).parents[2] / "figures" / "data" / "compile_report.json"
 SHARED_LIMIT = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 HEADS = dict(H=32, G=8)  # Llama-3.1-8B: a group of 4
+PAGE = 16  # slots per page
+ANY = ("splits", "tokens", "pages_stride", "halvings")  # integers that need not be multiples of 16
 
 
 def cases(arch: str, dtype: str) -> list[tuple]:
@@ -56,9 +69,13 @@ def cases(arch: str, dtype: str) -> list[tuple]:
          dict(TILE=stream.TILE), dict(num_warps=8)),
         ("total", stream._total_kernel, _types(f"x {x} sums *fp32", "numel"),
          dict(TILE=stream.TILE), dict(num_warps=8)),
+        ("pack", pack._pack_kernel,
+         _types("seats *i32 starts *i32 computed *i32 tokens *i32 pages *i32 ids *i64 positions *i64 slots *i64",
+                "rows halvings total tokens_stride pages_stride"),
+         dict(S=PAGE, BLOCK=pack.BLOCK), {}),
     ]  # fmt: skip
     for D in (64, 128):
-        rows += _head_cases(arch, dtype, x, D)
+        rows += _head_cases(arch, dtype, x, D) + _paged_cases(arch, dtype, x, D)
     return rows
 
 
@@ -88,6 +105,35 @@ def _head_cases(arch, dtype, x, D):
     ]  # fmt: skip
 
 
+def _paged_cases(arch, dtype, x, D):
+    pointers = f"q {x} k {x} v {x} pages *i32 starts_q *i32 lengths *i32 out"
+    strides = "q_stride k_stride_p k_stride_s v_stride_p v_stride_s pages_stride"
+    chunk, chunk_types = paged_prefill._paged_prefill_kernel, _types(f"{pointers} {x}", strides)
+    step, step_types = (
+        paged_attention._paged_decode_kernel,
+        _types(f"{pointers} *fp32 lse *fp32", f"{strides} tokens splits"),
+    )
+    block = paged_prefill.tiles(D, DTYPES[dtype], arch)
+    one, many = (
+        paged_attention.tiles(D, DTYPES[dtype], arch, queries * HEADS["H"] // HEADS["G"])
+        for queries in (1, paged_attention.MOST_QUERIES)
+    )
+    plain = dict(HEADS, D=D, S=PAGE, WINDOW=None, SINKS=0)
+    window = plain | dict(WINDOW=4096, SINKS=4)
+    rows = [
+        (f"paged_decode {D}", step, step_types, plain | one, {}),
+        (f"paged_prefill {D}", chunk, chunk_types, plain | block, {}),
+    ]
+    if many != one:  # 16 queries are 64 rows; without matrix units they take four programs instead
+        rows += [(f"paged_decode {D} drafts", step, step_types, plain | many, {})]
+    if D == 128:
+        rows += [
+            (f"paged_decode {D} window", step, step_types, window | one, {}),
+            (f"paged_prefill {D} window", chunk, chunk_types, window | block, {}),
+        ]
+    return rows
+
+
 def _types(pointers: str, integers: str) -> dict:
     words = pointers.split()
     return {f"{name}_ptr": kind for name, kind in zip(words[::2], words[1::2])} | {
@@ -106,7 +152,7 @@ def compile_for(arch: str, kernel, types: dict, constants: dict, options: dict, 
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
-        if n in types and n not in ("splits", *unaligned)
+        if n in types and n not in (*ANY, *unaligned)
     }
     source = triton.compiler.ASTSource(
         kernel, signature, {(names.index(n),): value for n, value in constants.items()}, attrs
@@ -184,14 +230,17 @@ def broken_gates(row: dict) -> list[str]:
         wrong.append(f"{row['spills']} spilled")
     if row["shared"] > SHARED_LIMIT[arch]:
         wrong.append(f"{row['shared']:,} bytes of shared memory, {arch} has {SHARED_LIMIT[arch]:,}")
-    if row["widest"] < 128:
+    if row["widest"] < 128 and kernel != "pack":  # pack gathers single numbers
         wrong.append(f"widest load is {row['widest']} bits, not 128")
-    attention = kernel.startswith(("prefill_attention", "decode_attention"))
-    if attention and row["wide"] < 0.8:
+    attention = kernel.startswith(("prefill_attention", "decode_attention", "paged_"))
+    # Without asynchronous copies a look into the table, 4 bytes, stands beside every two loads of 16 bytes.
+    least = 0.7 if kernel.startswith("paged_decode 64") and arch == "gfx942" else 0.8
+    if attention and row["wide"] < least:
         wrong.append(f"only {row['wide']:.0%} of the bytes come in 128-bit loads")
     if attention and row["dtype"] != "fp32" and arch != "sm_75":
-        prefill = kernel.startswith("prefill")
-        needed = {"sm_80": "mma.sync", "sm_90": "wgmma" if prefill else "mma.sync", "gfx942": "mfma"}[arch]
+        # wgmma wants 64 rows; a step of decode has as many only when it verifies drafts
+        hopper = "wgmma" if "prefill" in kernel or "drafts" in kernel else "mma.sync"
+        needed = {"sm_80": "mma.sync", "sm_90": hopper, "gfx942": "mfma"}[arch]
         if not row[needed]:
             wrong.append(f"no {needed} instruction")
     return wrong

@@ -16,7 +16,8 @@ import torch
 
 from minserve.kernels import architecture, on_triton, tl, triton
 from minserve.kernels.decode_attention import LOG2_E
-from minserve.kernels.paged_attention import attend_page_tile, check, paged_attention_reference, with_lookup
+from minserve.kernels.paged_attention import attend_page_tile, paged_attention_reference, with_lookup
+from minserve.kernels.paged_check import check_paged
 from minserve.kernels.prefill_attention import tiles as prefill_tiles
 
 
@@ -107,7 +108,9 @@ def paged_prefill(
     """Causal attention of chunks over their rows' pages. Shapes: see paged_attention's docstring."""
     (T, H, D), (_, S, G, _), B = q.shape, k_cache.shape, len(lengths)
     room = pages.shape[-1] * S
-    check("paged_prefill", q, k_cache, v_cache, pages, starts_q, lengths, max_queries, room, window, sinks)
+    check_paged(
+        "paged_prefill", q, k_cache, v_cache, pages, starts_q, lengths, max_queries, room, window, sinks
+    )
     if not on_triton(q):
         return paged_attention_reference(q, k_cache, v_cache, pages, starts_q, lengths, window, sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

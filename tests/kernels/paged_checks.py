@@ -6,6 +6,7 @@ shuffled, and K and V lie interleaved, so neither pages nor table rows are where
 
 import itertools
 
+import pytest
 import torch
 from kernel_checks import DEVICE, NAN, close, moat, randn, starts, wide
 
@@ -67,15 +68,19 @@ def check_paged_prefill(module, queries, lengths, window=None, sinks=0, **shape)
 def check_far_pages(run, reference, S=16, G=16, D=64):
     """Pages beyond 2**31 elements. Room before the cache takes the reads of a kernel that counts in 32 bits."""
     P = 2**31 // (S * G * D) + 3
-    room = torch.empty(
-        2 * P, S, G, D, dtype=torch.float16, device=DEVICE
-    )  # 8.6 GB; only what is touched is real
-    cache = room[P:]
+    cache = far_cache(2 * P, S, G, D)[P:]
     cache[-3:] = randn(3, S, G, D, dtype=torch.float16)
     pages = torch.tensor([[P - 1, P - 3]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([S + 5], dtype=torch.int32, device=DEVICE)
     case = randn(3, G, D, dtype=torch.float16), cache, cache, pages, starts([3]), lengths
     close(run(*case), reference(*case))
+
+
+def far_cache(*shape):
+    try:
+        return torch.empty(shape, dtype=torch.float16, device=DEVICE)  # 8.6 GB; only what is touched is real
+    except RuntimeError as error:
+        pytest.skip(f"no room for the test: {error}")
 
 
 # ---------------------------------------------------------------- pack

@@ -14,7 +14,7 @@ if INTERPRETED or not HAS_TRITON:
     pytest.skip("compiling needs Triton, not interpreted", allow_module_level=True)
 
 from minserve.kernels import compile_report as report
-from minserve.kernels import decode_attention, prefill_attention
+from minserve.kernels import decode_attention, paged_attention, paged_prefill, prefill_attention
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +82,31 @@ def test_other_head_sizes_compile(arch, D):
     ):
         row = row_of(arch, "fp16", label, D=D, **tiles)
         assert row["shared"] <= report.SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize("arch", report.SHARED_LIMIT)
+def test_the_largest_heads_compile_with_pages(arch, D=256):
+    """The deeper pipeline keeps to the shared memory too."""
+    for label, tiles in (
+        ("paged_decode 64", paged_attention.tiles(D, report.DTYPES["fp16"], arch, 64)),
+        ("paged_prefill 64", paged_prefill.tiles(D, report.DTYPES["fp16"], arch)),
+    ):
+        row = row_of(arch, "fp16", label, D=D, **tiles)
+        assert row["shared"] <= report.SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize("S", [8, 32, 64])
+@pytest.mark.parametrize("label", ["paged_decode 128", "paged_prefill 128"])
+def test_other_page_sizes_pass_the_gates(label, S):
+    assert not report.broken_gates(row_of("sm_90", "bf16", label, S=S))
+
+
+def test_a_tile_of_pages_is_on_its_way_while_another_is_used():
+    """The look into the table must not cost the pipeline its depth: as much shared memory as without pages."""
+    paged, dense = (
+        row_of("sm_90", "bf16", "paged_decode 128"),
+        row_of("sm_90", "bf16", "decode_attention 128"),
+    )
+    assert paged["shared"] >= dense["shared"]
+    as_dense = row_of("sm_90", "bf16", "paged_decode 128", num_stages=3)  # what the dense kernel asks for
+    assert as_dense["shared"] < dense["shared"]

@@ -111,7 +111,10 @@ def test_the_package_runs_without_triton(tmp_path):
     from pathlib import Path
 
     (tmp_path / "triton.py").write_text("raise ImportError('not here')\n")
-    names = "decode_attention kv_write prefill_attention rms_norm rope silu_mul stream".split()
+    names = (
+        "decode_attention kv_write pack paged_attention paged_prefill prefill_attention rms_norm rope".split()
+    )
+    names += "silu_mul stream".split()
     code = f"""
 import torch
 from minserve import kernels

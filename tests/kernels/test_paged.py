@@ -179,9 +179,14 @@ def test_slots_further_apart_than_they_are_long():
         checks.close(got[:4], decode.paged_attention_reference(*case)[:4])
 
 
+def exactly(got, expected):
+    assert torch.equal(got, expected)
+
+
 @needs_kernel
 def test_contiguous_pages_are_the_dense_kernels():
-    """Pages in order are a dense cache, and the answers are those of the dense kernels, bit for bit."""
+    """Pages in order are a dense cache, and the answers are the dense kernels': interpreted, bit for bit."""
+    same = checks.close if DEVICE == "cuda" else exactly  # compiled, a sum may be taken in another order
     S, B, M, lengths = 16, 2, 3, [40, 33]
     q, k, v = randn(2, 6, 32), randn(B * M, S, 2, 32, seed=1), randn(B * M, S, 2, 32, seed=2)
     pages = torch.arange(B * M, dtype=torch.int32, device=DEVICE).view(B, M)
@@ -190,7 +195,7 @@ def test_contiguous_pages_are_the_dense_kernels():
         dense = [x.view(B, M * S, 2, 32) for x in (k, v)]
         expected = decode_attention.attend_in_splits(q, *dense, length, splits)
         got = decode.attend_in_splits(q, k, v, pages, starts([1, 1]), length, 1, splits)
-        assert torch.equal(got, expected)
+        same(got, expected)
     queries, q = [20, 7], randn(27, 6, 32)
     rows = [torch.cat([x[b, :n] for b, n in enumerate(lengths)]) for x in dense]
     for masks in (dict(), dict(window=10, sinks=3)):
@@ -198,7 +203,7 @@ def test_contiguous_pages_are_the_dense_kernels():
             q, *rows, starts(queries), starts(lengths), 20, **masks
         )
         got = paged_prefill.paged_prefill(q, k, v, pages, starts(queries), length, 20, **masks)
-        assert torch.equal(got, expected)
+        same(got, expected)
 
 
 @needs_kernel
@@ -243,11 +248,8 @@ def test_no_program_depends_on_another(monkeypatch):
 @needs_kernel
 def test_pages_beyond_two_to_the_31():
     definition, run = decode.paged_attention_reference, paged_prefill.paged_prefill
-    try:
-        paged.check_far_pages(lambda *case: run(*case, 3), definition)
-        paged.check_far_pages(lambda *case: decode.attend_in_splits(*case, 3, 2), definition)
-    except RuntimeError as error:
-        pytest.skip(f"no room for the test: {error}")
+    paged.check_far_pages(lambda *case: run(*case, 3), definition)
+    paged.check_far_pages(lambda *case: decode.attend_in_splits(*case, 3, 2), definition)
 
 
 # ---------------------------------------------------------------- pack and kv_write
@@ -279,11 +281,7 @@ def test_kv_write_to_pages(dtype):
 def test_kv_write_beyond_two_to_the_31():
     S, G, D = 16, 16, 64
     P = 2**31 // (S * G * D) + 3
-    try:
-        room = torch.empty(2 * P, S, G, D, dtype=torch.float16, device=DEVICE)
-    except RuntimeError as error:
-        pytest.skip(f"no room for the test: {error}")
-    cache, x = room[P:], randn(2, G, D, dtype=torch.float16)
+    cache, x = paged.far_cache(2 * P, S, G, D)[P:], randn(2, G, D, dtype=torch.float16)
     slots = torch.tensor([(P - 1) * S + 3, -1], device=DEVICE)
     kv_write.kv_write(x, x, cache.flatten(0, 1), cache.flatten(0, 1), slots)
     assert torch.equal(cache[P - 1, 3], x[0])
