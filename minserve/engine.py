@@ -344,7 +344,7 @@ class LLM(Engine):
 
     def __init__(self, model: Model | str | None = None, tokenizer: Tokenizer | None = None, **options):
         """`model`: a Model, or the name of one (folder, hub id; None is SmolLM2-135M-Instruct). Options: see Engine."""
-        if not isinstance(model, Model):
+        if model is None or isinstance(model, str):
             folder = resolve(model)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             model, tokenizer = load(folder, device=device), tokenizer or Tokenizer.load(folder)

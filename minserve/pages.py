@@ -303,13 +303,18 @@ class PagePool:
 class ReservingPool(PagePool):
     """The baseline that pages replace: from its first step on, a request holds room for its longest possible answer."""
 
+    def __init__(self, *args, longest: int | None = None, **options):
+        """`longest`: tokens to keep for each request; None is what the request itself says it may need."""
+        super().__init__(*args, **options)
+        self.longest = longest
+
     def most(self, num_tokens: int, chunk: int) -> int:
         return pages_for(num_tokens, self.page_size)  # also with a window: all of it is held at first
 
     def admit(self, request: Request, chunk: int, promised: int = 0) -> bool:
-        return pages_for(request.most_tokens, self.page_size) + promised <= self.available and super().admit(
-            request, chunk, promised
-        )
+        room = pages_for(self.longest or request.most_tokens, self.page_size)
+        return room + promised <= self.available and super().admit(request, chunk, promised)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        return super().grow(request, max(num_tokens, request.most_tokens - request.computed))
+        whole = (self.longest or request.most_tokens) - request.computed
+        return super().grow(request, max(num_tokens, whole))

@@ -12,12 +12,17 @@ import sys
 from pathlib import Path
 
 from minserve.bench import (
+    batching,
+    chunked,
     cold_start,
     ctx_slope,
     decode,
     decode_attention,
+    overhead,
+    paged_attention,
     prefill,
     prefill_attention,
+    prefix,
     roofline,
 )
 from minserve.bench.common import Options, add_model_arguments
@@ -31,6 +36,11 @@ BENCHES = {
     "decode-attention": decode_attention.run,
     "ctx-slope": ctx_slope.run,
     "cold-start": cold_start.run,
+    "batching": batching.run,
+    "overhead": overhead.run,
+    "prefix": prefix.run,
+    "chunked": chunked.run,
+    "paged-attention": paged_attention.run,
 }
 
 

@@ -33,7 +33,7 @@ def runnable(sides: dict[str, Callable], arguments) -> tuple[dict[str, Callable]
         try:
             run(*arguments)
         except RuntimeError as error:
-            if who == "minserve":
+            if who in ("minserve", "paged"):
                 raise
             notes.append(f"{who} does not run here: {str(error).splitlines()[0]}")
         else:

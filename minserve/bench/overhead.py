@@ -50,7 +50,11 @@ def run(options: Options) -> Report:
 def decode_log(sequences: int, steps: int):
     """The records of `steps` steps in which all sequences decode."""
     engine = Engine(
-        Stub(), num_pages=sequences * 32, token_budget=max(512, sequences), max_running=sequences, log_length=steps
+        Stub(),
+        num_pages=sequences * 32,
+        token_budget=max(512, sequences),
+        max_running=sequences,
+        log_length=steps,
     )
     params = SamplingParams(max_tokens=steps + 60, ignore_eos=True)
     for i in range(sequences):
