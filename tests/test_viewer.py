@@ -187,6 +187,20 @@ def test_the_legend_names_what_is_drawn(log):
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["prefill", "decode", "waiting"]
 
 
+def test_panels_share_one_scale_that_holds_the_longest_run(log):
+    axs = timeline.panels({"short": log[:5], "whole": log}, 4)
+    assert [ax.get_title(loc="left") for ax in axs] == ["short", "whole"]
+    assert axs[0].get_xlim() == axs[1].get_xlim() and axs[0].get_xlim()[1] > len(log)
+    assert not axs[0].get_xlabel() and axs[1].get_xlabel() and axs[0].get_legend() and not axs[1].get_legend()
+
+
+def test_over_seconds_every_token_can_be_counted(log):
+    ax = timeline.timeline(plt.subplots()[1], log, by="time")
+    cuts = sum(len(lines.get_segments()) for lines in ax.collections)
+    spans = [s for r in timeline.requests_in(log) for s in timeline.spans(log, r) if s.kind == "decode"]
+    assert cuts == sum(span.num_tokens - 1 for span in spans)
+
+
 # ---------------------------------------------------------------- the trace
 def check_trace(module, log, tmp_path):
     module.chrome_trace(log, tmp_path / "trace.json")

@@ -2,10 +2,13 @@
 
     timeline(ax, log)                 x counts steps: what the scheduler decided
     timeline(ax, log, by="time")      x is seconds: what that cost
+    panels({title: log, ...})         several runs, one below the other, on one scale
 
     dotted line   waiting                        hatched box   a piece of its prompt
     solid bar     decoding, a token per step     x             gave its pages back (preempted)
     nothing       it runs, but got no token      |             ended
+
+Over seconds, white lines cut the solid bars: one piece is one token.
 
 Story    notebooks/07_continuous_batching.ipynb
 """
@@ -13,6 +16,7 @@ Story    notebooks/07_continuous_batching.ipynb
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from minserve.lab.figures import LINES
@@ -68,6 +72,9 @@ def timeline(ax, log: Sequence[StepRecord], by: str = "step", names: dict[int, s
     for y, request in enumerate(requests):
         for span in spans(log, request):
             _draw(ax, span, y, left[span.first], right[span.last])
+            if by == "time" and span.kind == "decode":
+                inner = left[span.first + 1 : span.last + 1]
+                ax.vlines(inner, y - 0.25, y + 0.25, color="white", linewidth=0.8, zorder=3)
         for record, begin, end in zip(log, left, right):
             if request in record.preempted:
                 ax.plot(begin, y, marker="x", color=INK, markersize=7, markeredgewidth=2, zorder=4)
@@ -80,6 +87,21 @@ def timeline(ax, log: Sequence[StepRecord], by: str = "step", names: dict[int, s
     ax.grid(axis="x", color="#EEEEEE", zorder=0)
     ax.set_axisbelow(True)
     return plain(ax)
+
+
+def panels(logs: dict[str, Sequence[StepRecord]], height: float, by: str = "step", width: float = 8.4):
+    """One timeline per run, each under its title, the legend once. Returns the axes."""
+    axs = plt.subplots(
+        len(logs), 1, figsize=(width, height), sharex=True, layout="constrained", squeeze=False
+    )[1][:, 0]
+    for ax, (title, log) in zip(axs, logs.items()):
+        timeline(ax, log, by=by)
+        ax.set_title(title, loc="left", fontsize=10, color=INK)
+    for ax in axs[:-1]:
+        ax.set_xlabel("")
+    axs[0].set_xlim(0, 1.02 * max(_edges(log, by)[1][-1] for log in logs.values()))
+    legend(axs[0])
+    return axs
 
 
 def legend(ax) -> None:
