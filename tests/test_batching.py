@@ -49,6 +49,25 @@ def check_shares(module):
         assert module.shares(debts, budget, chunk) == [planned.get(i, 0) for i in range(len(debts))]
 
 
+def check_needs(module):
+    dice = random.Random(2)
+    for _ in range(100):
+        prompt, new, budget = (dice.randint(1, 40) for _ in range(3))
+        scheduler = Scheduler(PagePool(64, 4), token_budget=budget, max_running=1)
+        request = Request(0, [1] * prompt, SamplingParams(), new)
+        scheduler.add(request)
+        most = 0
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            most = max(most, len(request.pages))
+            scheduler.commit(plan, [7])
+        assert module.needs(prompt, new, 4, budget) == (most, scheduler.steps)
+
+
+def test_needs_are_those_of_a_lone_request():
+    check_needs(batching)
+
+
 def test_steps_are_those_of_the_scheduler():
     check_steps(batching)
 
@@ -64,6 +83,8 @@ WRONG = [
     (check_shares, "budget - debts.count(1)", "budget"),
     (check_shares, "min(debt, spare, chunk)", "min(debt, spare)"),
     (check_shares, "1 if debt == 1 else ", ""),
+    (check_needs, "(prompt + new - 1) / page_size", "(prompt + new) / page_size"),
+    (check_needs, "ceil(prompt / budget) + new - 1", "ceil(prompt / budget) + new"),
 ]
 
 

@@ -1,17 +1,19 @@
 """What batching can gain, counted before anything runs: steps, seats and budgets, no model and no clock.
 
-    static_steps(lengths, seats)        the queue is cut into batches; each lasts as long as its longest answer
-    continuous_steps(lengths, seats)    a seat that falls free is taken in the next step
-    ideal_ratio(lengths, seats)         seat-steps that static batching pays, per token that it makes
-    shares(debts, budget, chunk)        one step's plan: who gets how many tokens
+    static_steps(lengths, seats)            the queue is cut into batches; each lasts as long as its longest answer
+    continuous_steps(lengths, seats)        a seat that falls free is taken in the next step
+    ideal_ratio(lengths, seats)             seat-steps that static batching pays, per token that it makes
+    shares(debts, budget, chunk)            one step's plan: who gets how many tokens
+    needs(prompt, new, page_size, budget)   pages and steps of one request that is alone
 
 A request of n tokens takes n steps: the one that computes its prompt also draws its first token. That holds where the
 budget lets whole prompts in; then the counts here are what a run's step log has, exactly.
 
-Story    notebooks/07_continuous_batching.ipynb
+Story    notebooks/07_continuous_batching.ipynb, notebooks/08_the_engine.ipynb
 """
 
 from heapq import heapify, heapreplace
+from math import ceil
 
 
 def static_steps(lengths: list[int], seats: int) -> int:
@@ -39,3 +41,11 @@ def shares(debts: list[int], budget: int, chunk: int) -> list[int]:
         plan.append(1 if debt == 1 else min(debt, spare, chunk))
         spare -= plan[-1] if debt > 1 else 0
     return plan
+
+
+def needs(prompt: int, new: int, page_size: int, budget: int) -> tuple[int, int]:
+    """Pages at its fullest, and steps: the prompt in pieces, the last of which draws a token, then one step each.
+
+    The last token is handed to the reader and never computed, so it needs no slot.
+    """
+    return ceil((prompt + new - 1) / page_size), ceil(prompt / budget) + new - 1
