@@ -94,9 +94,8 @@ class Scheduler:
         insort(self.waiting, request, key=_rank)
         if request.deadline is not None:
             heappush(self.deadlines, (request.deadline, request.id, request))
-            if (
-                len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 64
-            ):  # mostly of the finished
+            if len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 64:
+                # most of them are of requests that have finished
                 self.deadlines = [d for d in self.deadlines if d[2].status is not Status.FINISHED]
                 heapify(self.deadlines)
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from paged_world import World, alone, day
+from paged_oracle import alone
+from paged_world import World, day
 
 from minserve.pages import PagePool, ReservingPool, pages_for
 from minserve.request import Request, SamplingParams
@@ -244,20 +245,32 @@ def test_equal_tokens_at_another_place_are_another_page():
     assert hit(pool, [5, 6, 7, 8, 9]) == 0 and hit(pool, [0, 0, 0, 0, 5, 6, 7, 8, 9]) == 0
 
 
-def test_keys_are_equal_in_every_process():
+def test_equal_tokens_behind_different_pasts_have_entries_of_their_own():
+    pool = PagePool(16, 4)
+    finished(pool, [1, 1, 1, 1, 5, 6, 7, 8])
+    finished(pool, [2, 2, 2, 2, 5, 6, 7, 8])
+    assert hit(pool, [1, 1, 1, 1, 5, 6, 7, 8, 9]) == hit(pool, [2, 2, 2, 2, 5, 6, 7, 8, 9]) == 8
+
+
+def keys_in_a_process(seed: str, change: str = "") -> str:
     code = (
         "from minserve.pages import PagePool; from minserve.request import Request, SamplingParams\n"
+        f"{change}\n"
         "r = Request(0, list(range(32)), SamplingParams(), 1, salt=b'x'); pool = PagePool(2, 16)\n"
-        "print([pool._key(r, i)[0].hex() for i in range(2)], hash('this differs'))"
+        "print(*(pool._key(r, i)[0].hex() for i in range(2)))"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True
-        ).stdout.rsplit(" ", 1)
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    assert said[0][0] == said[1][0] and len(said[0][0]) > 128
-    assert said[0][1] != said[1][1], "the seeds had no effect, so this test says nothing"
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+
+
+def test_keys_are_equal_in_every_process():
+    assert keys_in_a_process("1") == keys_in_a_process("2")
+    python_hash = (
+        "PagePool._hash = staticmethod(lambda content: hash(content).to_bytes(8, 'big', signed=True))"
+    )
+    assert keys_in_a_process("1", python_hash) != keys_in_a_process("2", python_hash), (
+        "then this test says nothing"
+    )
 
 
 # ---------------------------------------------------------------- eviction
