@@ -143,8 +143,9 @@ class Sampler:
 
     def _remember(self, seat, prompt, outputs) -> None:
         if self.times is None:
-            self.times = torch.zeros(self.seats, self.vocab, dtype=torch.int32, device=self.device)
-            self.prompted = torch.zeros(self.seats, self.vocab, dtype=torch.bool, device=self.device)
+            with torch.inference_mode(False):  # so that they can be changed inside that mode and outside
+                self.times = torch.zeros(self.seats, self.vocab, dtype=torch.int32, device=self.device)
+                self.prompted = torch.zeros(self.seats, self.vocab, dtype=torch.bool, device=self.device)
         ids = lambda tokens: torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
         self.prompted[seat] = False
         self.prompted[seat, ids(prompt)] = True

@@ -1,12 +1,14 @@
 """One request: with a cache and without give the same tokens, stops are right, and bad requests fail at the call."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import FAMILIES
 
 from minserve.config import ModelConfig
 from minserve.kv_cache import KVCache
-from minserve.prefill_decode import generate, generate_without_cache
+from minserve.prefill_decode import generate, generate_without_cache, prefill
 from minserve.request import SamplingParams
 from minserve.weights import load
 
@@ -50,6 +52,61 @@ def test_a_seed_fixes_the_text_and_no_seed_does_not(model):
     assert text(1) == text(1) != text(2)
     shared = SamplingParams(max_tokens=20, temperature=1.5)  # one object, no seed: each request draws its own
     assert run(generate(model, PROMPT, shared)) != run(generate(model, PROMPT, shared))
+
+
+def frequency(logits, outputs):
+    for token in outputs:
+        logits[token] -= 1.5
+
+
+def presence(logits, outputs):
+    for token in set(outputs):
+        logits[token] -= 2.0
+
+
+def repetition(logits, outputs):
+    for token in {*PROMPT, *outputs}:
+        logits[token] *= 3.0 if logits[token] < 0 else 1 / 3.0
+
+
+@pytest.mark.parametrize(
+    "penalty, by_hand",
+    [
+        (dict(frequency_penalty=1.5), frequency),
+        (dict(presence_penalty=2.0), presence),
+        (dict(repetition_penalty=3.0), repetition),
+    ],
+)
+def test_the_history_counts(model, penalty, by_hand):
+    bias, expected = {7: 30, 42: 30, 100: 30, 5: 30}, []  # a few tokens in the lead, so that they meet again
+    for _ in range(12):
+        logits = prefill(model, [*PROMPT, *expected], KVCache(model.config, 32)).clone()
+        logits[list(bias)] += 30
+        by_hand(logits, expected)
+        expected.append(int(logits.argmax()))
+    for path in generate, generate_without_cache:
+        asked = SamplingParams(max_tokens=12, logit_bias=bias)
+        assert run(path(model, PROMPT, asked))[0] != expected, "the penalty changes nothing here"
+        assert run(path(model, PROMPT, replace(asked, **penalty)))[0] == expected
+
+
+def test_stop_ids_wait_for_min_tokens(model):
+    asked = SamplingParams(logit_bias={7: 100, 8: 50}, stop_token_ids=[7], min_tokens=3, max_tokens=6)
+    assert run(generate(model, PROMPT, asked)) == ([8, 8, 8], "stop")
+
+
+def test_eos_waits_for_min_tokens_too(with_eos):
+    asked = SamplingParams(logit_bias={7: 100, 8: 50}, min_tokens=3, max_tokens=6)
+    assert run(generate(with_eos([7]), PROMPT, asked)) == ([8, 8, 8], "stop")
+
+
+@pytest.mark.parametrize("path", [generate, generate_without_cache])
+def test_what_needs_the_engine_is_refused(model, path):
+    for asked in dict(n=2), dict(stop="x"), dict(logprobs=0):
+        with pytest.raises(ValueError, match=f"{next(iter(asked))} need the engine"):
+            path(model, PROMPT, SamplingParams(**asked))
+    with pytest.raises(ValueError, match="logit_bias names token id 251"):
+        path(model, PROMPT, SamplingParams(logit_bias={251: 1}))
 
 
 def test_every_eos_stops_and_none_is_shown(model, with_eos):
