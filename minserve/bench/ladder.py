@@ -1,43 +1,81 @@
-"""The ladder: every rung built so far, measured on this machine, under the bound that none can beat.
+"""The ladder: every rung built so far, on the same requests, on this machine, under the bound that none can beat.
 
-    no cache  ->  KV cache  ->  (each later technique joins the list RUNGS)
+    no cache             one request at a time; every token runs the whole sequence again
+    KV cache             one at a time; every token runs once
+    static batching      many at a time, as many as fit if each keeps room for the longest answer; all wait for the last
+    continuous batching  the same room, but a seat that becomes free is taken in the next step
+    paged KV             the same memory in pages: a request holds what it has filled
+    prefix caching       pages that hold the same beginning are shared
 
 First the rungs must say the same: equal tokens in fp32, where roundings do not change the answer. Only then
-are they timed, alternately, in the dtype this machine is good at; the first token belongs to prefill and is
-not counted. A slow or busy machine makes fewer new tokens, so that the whole takes two minutes at most.
-Bound    1 / (bytes of the weights and of the KV cache so far / measured read bandwidth), one sequence
+are they timed, alternately, in the dtype this machine is good at.
+Work     32 requests behind one system prompt, answers of many lengths; the first two rungs serve one of them.
+         tok/s counts output tokens over the whole time, prompts included. A slow machine makes shorter answers.
+Bound    one request: prompt and every token at the roofs. Many: all prompts at the roofs, then all requests decode
+         together, as if memory had no end; from prefix caching on, what is shared is computed once.
 Story    README.md, The ladder
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from minserve.bench.common import (
-    Around,
-    Options,
-    add_model_arguments,
-    affordable,
-    label,
-    load,
-    on_gpu,
-    random_prompt,
-)
+from minserve.bench.common import Around, Options, add_model_arguments, affordable, label, load, on_gpu
+from minserve.bench.workload import PAGE, Work, pool_for, ragged, reserving, serve, uniform
+from minserve.config import ModelConfig
+from minserve.engine import LLM
 from minserve.kernels import INTERPRETED
 from minserve.lab.measure import clock, in_turn
 from minserve.lab.report import Report, Row
-from minserve.lab.roofline import decode_seconds, name_of
+from minserve.lab.roofline import Machine, decode_seconds, name_of, prefill_bytes, prefill_flops
 from minserve.model import Model
+from minserve.pages import PagePool
 from minserve.prefill_decode import generate, generate_without_cache
 from minserve.request import SamplingParams
+from minserve.scheduler import Scheduler, StaticBatching
 
-Rung = Callable[[Model, list[int], SamplingParams], Iterator[int]]
-RUNGS: list[tuple[str, Rung]] = [("no cache", generate_without_cache), ("KV cache", generate)]
+REQUESTS, SYSTEM, ROOM = 32, 64, 8  # how many, how much they share, how many of the longest the memory holds
+
+
+@dataclass(frozen=True)
+class Rung:
+    name: str
+    serve: Callable[[Model, Work], list[list[int]]]  # the tokens of every answer
+    single: bool = False  # one request at a time: measured on one of them
+    shares: bool = False
+
+
+def alone(make):
+    """Requests one after another, each by itself."""
+    return lambda model, work: [list(make(model, p, greedy(n))) for p, n in zip(work.prompts, work.lengths)]
+
+
+def together(policy, paged: bool, prefix: bool):
+    """All requests at once, in memory for ROOM of the longest."""
+
+    def run(model: Model, work: Work) -> list[list[int]]:
+        llm = LLM(
+            model, page_size=PAGE, num_pages=pool_for(ROOM, work.longest), max_running=REQUESTS, policy=policy,
+            pool=PagePool if paged else reserving(work.longest), prefix_caching=prefix,
+        )  # fmt: skip
+        return [output.tokens for output in serve(llm, work)[1]]
+
+    return run
+
+
+RUNGS = [
+    Rung("no cache", alone(generate_without_cache), single=True),
+    Rung("KV cache", alone(generate), single=True),
+    Rung("static batching", together(StaticBatching, paged=False, prefix=False)),
+    Rung("continuous batching", together(Scheduler, paged=False, prefix=False)),
+    Rung("paged KV", together(Scheduler, paged=True, prefix=False)),
+    Rung("prefix caching", together(Scheduler, paged=True, prefix=True), shares=True),
+]
 
 
 def add_arguments(parser) -> None:
@@ -69,51 +107,72 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
     """Compare, choose the dtype unless it is fixed, measure, report."""
     say("loading the model in fp32, and checking that every rung says the same")
     exact = load(options.model, torch.float32)
-    prompt = random_prompt(exact.config, 16 if options.quick else 128)
-    compare(exact, prompt, greedy(affordable(slowest(exact, prompt), 4, 4, 4 if options.quick else 8)))
+    small = make_work(exact.config, 6).first(4, 6)
+    compare(exact, small)
     model = exact if options.dtype == torch.float32 else load(options.model, options.dtype)
     if not fixed_dtype and not on_gpu():
-        model = quicker(model, exact, prompt)
+        model = quicker(model, exact, small.prompts[0])
     del exact
     options = replace(options, dtype=model.dtype)
-    new = affordable(slowest(model, prompt), 5, 4, 4 if options.quick else 32)
-    work = f"{len(prompt)} tokens of prompt, {new} new ones"
-    say(f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {work}")
-    sides = {name: lambda rung=rung: rate(rung, model, prompt, greedy(new)) for name, rung in RUNGS}
+    two = lambda: list(generate(model, small.prompts[0], greedy(2)))
+    longest = affordable(two, 4, 8, 8 if options.quick else 40)
+    work = make_work(model.config, longest)
+    one = Work(work.prompts[:1], [longest])
+    answers = (
+        f"{REQUESTS} requests of {min(map(len, work.prompts))}-{max(map(len, work.prompts))} prompt tokens"
+    )
+    say(f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {answers}, {work.new_tokens:,} new ones")
+    sides = {rung.name: lambda rung=rung: rate(rung, model, one if rung.single else work) for rung in RUNGS}
     with Around(options) as around:
         each = options.progress("rungs")
-        samples = in_turn(sides, repeats=options.repeats, at_most=options.at_most, each=each)
-    context = len(prompt) + new // 2
-    bound = 1 / decode_seconds(model.config, around.machine, 1, context, model.dtype.itemsize)
+        samples = in_turn(sides, warmup=0, repeats=options.repeats, at_most=options.at_most, each=each)
     report = options.report()
     report.where += f", {label(options.model)} in {options.dtype_name}"
-    for name, rates in samples.items():
-        report.add(Row(name, "tok/s", rates, bound, note=around.note if name == RUNGS[-1][0] else ""))
+    for rung in RUNGS:
+        bound = bound_of(
+            rung, model.config, around.machine, one if rung.single else work, model.dtype.itemsize
+        )
+        note = around.note if rung is RUNGS[-1] else ""
+        report.add(Row(rung.name, "tok/s", samples[rung.name], bound, note=note))
     return report
+
+
+def make_work(config: ModelConfig, longest: int) -> Work:
+    return ragged(config.vocab_size, REQUESTS, (8, 32), uniform(4, longest), shared=SYSTEM)
+
+
+def bound_of(rung: Rung, config: ModelConfig, machine: Machine, work: Work, itemsize: int) -> float:
+    """Output tokens per second that no implementation of this rung can exceed."""
+    prompts = [len(p) for p in work.prompts]
+    if rung.shares:
+        prompts = [SYSTEM, *(n - SYSTEM for n in prompts)]
+    flops = sum(prefill_flops(config, n, rows=1) for n in prompts)
+    seconds = machine.seconds(prefill_bytes(config, sum(prompts), itemsize), flops)
+    context = sum(prompts) // len(prompts)
+    for step in range(1, max(work.lengths)):  # the first token of each comes with its prompt
+        alive = sum(n > step for n in work.lengths)
+        seconds += decode_seconds(config, machine, alive, context + step, itemsize)
+    return work.new_tokens / seconds
 
 
 def greedy(new: int) -> SamplingParams:
     return SamplingParams(max_tokens=new, ignore_eos=True)
 
 
-def slowest(model: Model, prompt: list[int]) -> Callable[[], list[int]]:
-    """Two tokens from the first rung: what tells how many this machine can afford."""
-    return lambda: list(RUNGS[0][1](model, prompt, greedy(2)))
-
-
-def compare(model: Model, prompt: list[int], params: SamplingParams) -> None:
+def compare(model: Model, work: Work) -> None:
     """Raises RuntimeError at the first token on which a rung differs from the first rung."""
-    (first, rung), *others = RUNGS
-    expected = list(rung(model, prompt, params))
-    for name, other in others:
-        got = list(other(model, prompt, params))
-        if got != expected:
-            pairs = zip_longest(got, expected)  # a rung may also stop early
-            at, (its, should) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-            raise RuntimeError(
-                f"the ladder compares equal work, and {name!r} is not: in fp32 its token {at} is {its} where "
-                f"{first!r} says {should}.\n  No speed is reported for a wrong answer; run the tests."
-            )
+    first, *others = RUNGS
+    expected = first.serve(model, work)
+    for rung in others:
+        for i, (got, should) in enumerate(zip(rung.serve(model, work), expected)):
+            pairs = zip_longest(got, should)  # a rung may also stop early
+            for at, (its, right) in enumerate(pairs, 1):
+                if its != right:
+                    raise RuntimeError(
+                        f"the ladder compares equal work, and {rung.name!r} is not: in fp32 token {at} of request {i} "
+                        f"is {its} where {first.name!r} says {right}.\n"
+                        f"  No speed is reported for a wrong answer; run the tests."
+                    )
 
 
 def quicker(model: Model, exact: Model, prompt: list[int]) -> Model:
@@ -127,9 +186,10 @@ def quicker(model: Model, exact: Model, prompt: list[int]) -> Model:
     return exact
 
 
-def rate(rung: Rung, model: Model, prompt: list[int], params: SamplingParams) -> float:
-    times = [time.perf_counter() for _ in rung(model, prompt, params)]
-    return (len(times) - 1) / (times[-1] - times[0])
+def rate(rung: Rung, model: Model, work: Work) -> float:
+    start = time.perf_counter()
+    rung.serve(model, work)
+    return work.new_tokens / (time.perf_counter() - start)
 
 
 def draw(report: Report, path: Path) -> None:
