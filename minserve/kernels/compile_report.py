@@ -36,6 +36,7 @@ from minserve.kernels import (
     prefill_attention,
     rms_norm,
     rope,
+    sample,
     silu_mul,
     stream,
     triton,
@@ -73,6 +74,10 @@ def cases(arch: str, dtype: str) -> list[tuple]:
          _types("seats *i32 starts *i32 computed *i32 tokens *i32 pages *i32 ids *i64 positions *i64 slots *i64",
                 "rows halvings total tokens_stride pages_stride"),
          dict(S=PAGE, BLOCK=pack.BLOCK), {}),
+        ("sample", sample._sample_kernel,
+         _types(f"logits {x} temperature *fp32 top_k *i64 top_p *fp64 min_p *fp64 seeds *i64 positions *i64 out *i64",
+                "logits_stride"),
+         dict(V=49_152, BLOCK=sample.BLOCK), dict(num_warps=8)),
     ]  # fmt: skip
     for D in (64, 128):
         rows += _head_cases(arch, dtype, x, D) + _paged_cases(arch, dtype, x, D)

@@ -9,7 +9,10 @@ import torch
 from kernel_checks import DEVICE, DTYPES, NAN, needs_kernel
 from test_mutations import load, source_of
 
+from minserve import sampling
 from minserve.kernels import INTERPRETED, sample
+from minserve.request import SamplingParams
+from minserve.sampler import Sampler
 
 INF = float("inf")
 KINDS = [  # temperature, top_k, top_p, min_p
@@ -133,6 +136,30 @@ def test_all_bits_of_the_random_number_count():
 @needs_kernel
 def test_no_rows():
     assert sample.sample(*(x[:0] for x in given(8))).tolist() == []
+
+
+@needs_kernel
+def test_a_batch_through_the_kernel_equals_its_rows():
+    """The Sampler hands rows that are drawn to the kernel, those with penalties among them."""
+    every = [
+        dict(),
+        dict(temperature=1.0, top_p=0.7),
+        dict(temperature=0.5, frequency_penalty=2.0, seed=-1),
+        dict(frequency_penalty=2.0, logit_bias={3: 1.0}),
+        dict(temperature=2.0, top_k=3, min_p=0.1),
+    ]
+    sampler, outputs = Sampler(9, 20, DEVICE), [[] for _ in every]
+    for seat, asked in enumerate(every):
+        sampler.put(2 * seat, SamplingParams(**asked), seat - 2, [1], [], [])
+    for position in range(3):
+        logits = checks.randn(5, 20, seed=position)
+        got = sampler(logits, torch.tensor([0, 2, 4, 6, 8]), [position] * 5).tokens.tolist()
+        for row, asked in enumerate(every):
+            alone = sampling.sample(
+                logits[row], SamplingParams(**asked), row - 2, position, [1], outputs[row]
+            )
+            assert got[row] == alone
+            outputs[row].append(alone)
 
 
 def test_refusals_say_what_to_change():
