@@ -20,6 +20,7 @@ from minserve.bench import (
     decode_attention,
     overhead,
     paged_attention,
+    peers,
     prefill,
     prefill_attention,
     prefix,
@@ -41,12 +42,16 @@ BENCHES = {
     "prefix": prefix.run,
     "chunked": chunked.run,
     "paged-attention": paged_attention.run,
+    "peers": peers.run,
 }
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("name", choices=[*BENCHES, "all"], help="what to measure")
     parser.add_argument("--json", type=Path, help="write the report to this file (a folder for `all`)")
+    parser.add_argument(
+        "--vllm-python", help="`peers` only: a Python that has vLLM, to measure it in the same run"
+    )
     add_model_arguments(parser)
 
 

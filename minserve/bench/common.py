@@ -25,6 +25,7 @@ class Options:
     model: str | None  # None: what the benchmark chooses for this machine
     dtype: torch.dtype
     quick: bool
+    vllm_python: str | None = None  # only `bench peers`
 
     @classmethod
     def of(cls, args, name: str, command: str) -> "Options":
@@ -33,7 +34,7 @@ class Options:
         words += [f"--dtype {args.dtype}"] if args.dtype else []
         words += ["--quick"] if args.quick else []
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
-        return cls(name, " ".join(words), args.model, dtype, args.quick)
+        return cls(name, " ".join(words), args.model, dtype, args.quick, getattr(args, "vllm_python", None))
 
     @property
     def dtype_name(self) -> str:
