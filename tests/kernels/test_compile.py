@@ -110,3 +110,11 @@ def test_a_tile_of_pages_is_on_its_way_while_another_is_used():
     assert paged["shared"] >= dense["shared"]
     as_dense = row_of("sm_90", "bf16", "paged_decode 128", num_stages=3)  # what the dense kernel asks for
     assert as_dense["shared"] < dense["shared"]
+
+
+def test_bad_pages_break_the_gates():
+    strides = ("k_stride_p", "v_stride_p")  # pages that begin anywhere: no 16 bytes can be loaded at once
+    wrong = report.broken_gates(row_of("sm_90", "bf16", "paged_prefill 128", unaligned=strides))
+    assert any("128-bit" in text for text in wrong), wrong
+    few = row_of("sm_90", "bf16", "paged_decode 128")  # 4 rows, and called 64
+    assert report.broken_gates(few | dict(kernel="paged_decode 128 drafts")) == ["no wgmma instruction"]

@@ -206,6 +206,37 @@ def test_contiguous_pages_are_the_dense_kernels():
         same(got, expected)
 
 
+@pytest.mark.parametrize("masks", [dict(), dict(window=4, sinks=1)], ids=str)
+@pytest.mark.parametrize("cuts", [(3, 2), (1, 4), (1, 1, 1, 2)], ids=str)
+def test_chunks_equal_one_shot(cuts, masks):
+    """A chunk's first query sees all that came before it: positions are absolute, whatever is cut where."""
+    (q, k, v, pages, _, _), _, _ = paged_case([5], [5], S=4)
+    whole = paged_prefill.paged_prefill(q, k, v, pages, starts([5]), starts([5])[1:], 5, **masks)
+    done = 0
+    for n in cuts:
+        plan = pages, starts([n]), starts([done + n])[1:]
+        chunk = q[done : done + n]
+        for out in (
+            paged_prefill.paged_prefill(chunk, k, v, *plan, n, **masks),
+            decode.paged_decode(chunk, k, v, *plan, n, done + n, **masks),
+        ):
+            checks.close(out, whole[done : done + n])
+        done += n
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_need_not_begin_at_place_zero(window):
+    """A mixed step: the launcher is given the last two rows, and all the queries."""
+    case, _, _ = paged_case([3, 1, 5], [40, 70, 33], window=window)
+    (q, k, v, pages, at, lengths), whole = case, decode.paged_attention_reference(*case, window)
+    rest = q, k, v, pages[1:], at[1:], lengths[1:]
+    for out in (
+        paged_prefill.paged_prefill(*rest, 5, window),
+        decode.paged_decode(*rest, 5, 70, window),
+    ):
+        checks.close(out[3:9], whole[3:9])
+
+
 @needs_kernel
 @pytest.mark.parametrize("masks", [dict(), dict(window=20, sinks=3)], ids=str)
 def test_rows_permuted_give_answers_permuted(masks):
