@@ -4,7 +4,7 @@
 
     transformers, static        one `generate` over a padded batch; every row runs as long as the longest answer
     transformers, continuous    its own continuous batching, paged, with per-request lengths
-    vLLM                        started in the interpreter it is installed in; the model is loaded before the clock starts
+    vLLM                        in the interpreter it is installed in; its model is loaded before the clock starts
 
 Work     32 requests, prompts of 16-256 random ids, answers of 16-128 tokens, greedy, no end token. Sides alternate;
          every answer must have its full length, and tokens that differ from ours (in 16 bits, near-equal logits may
@@ -145,7 +145,8 @@ with open(job["answers"], "w") as out:
         start = time.perf_counter()
         made = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "tokens": [list(m.outputs[0].token_ids) for m in made]}), file=out, flush=True)
+        tokens = [list(m.outputs[0].token_ids) for m in made]
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=out, flush=True)
 """
 
 
