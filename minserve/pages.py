@@ -304,9 +304,17 @@ class ReservingPool(PagePool):
     """The baseline that pages replace: from its first step on, a request holds room for its longest possible answer."""
 
     def __init__(self, *args, longest: int | None = None, **options):
-        """`longest`: tokens to keep for each request; None is what the request itself says it may need."""
+        """`longest`: tokens to keep for each request; None is what the request itself says it may need.
+
+        Raises ValueError if the pool does not hold one such request.
+        """
         super().__init__(*args, **options)
         self.longest = longest
+        if longest and pages_for(longest, self.page_size) > self.num_pages:
+            raise ValueError(
+                f"longest is {longest:,} tokens, and the whole pool has {self.num_pages * self.page_size:,}: "
+                f"no request could ever run.\n  Use a shorter one, or num_pages >= {pages_for(longest, self.page_size):,}."
+            )
 
     def most(self, num_tokens: int, chunk: int) -> int:
         return pages_for(num_tokens, self.page_size)  # also with a window: all of it is held at first

@@ -318,7 +318,8 @@ class Before:
         if head.leader in s.running and head.leader.computed < len(head.leader.prompt):
             return
         reserves = any(c.__name__ == "ReservingPool" for c in type(pool).__mro__)
-        need = pool.most(head.most_tokens if reserves else len(head.tokens), s.chunk)
+        most_tokens = max(head.most_tokens, getattr(pool, "longest", None) or 0)
+        need = pool.most(most_tokens if reserves else len(head.tokens), s.chunk)
         promised = sum(max(0, pool.most(len(r.tokens), s.chunk) - len(pool.held(r))) for r in s.running)
         assert need + promised > pool.available, f"nothing stops request {head.id}, but it waits"
 

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partialmethod
 
 import pytest
 from paged_oracle import alone
@@ -492,6 +493,29 @@ def test_a_reserving_pool_holds_the_longest_answer_from_the_first_step():
     assert pool.admit(second, FULL) and compute(pool, second, 5)
     assert not pool.admit(third, FULL)
     pool.check([r, second])
+
+
+def test_a_reserving_pool_of_one_length_for_all():
+    pool, r = ReservingPool(9, 4, longest=16), request(5, new=3)
+    assert pool.admit(r, FULL) and compute(pool, r, 5) and len(r.pages) == 4
+    second, third = request(2, new=30, id=1), request(1, new=1, id=2)
+    assert pool.admit(second, FULL) and compute(pool, second, 2) and not pool.admit(third, FULL)
+    assert compute(pool, second, 15) and len(second.pages) == 5, "a longer answer than expected gets what it needs"
+    pool.check([r, second])
+    with pytest.raises(ValueError) as error:
+        ReservingPool(4, 4, longest=17)
+    assert str(error.value) == (
+        "longest is 17 tokens, and the whole pool has 16: no request could ever run.\n"
+        "  Use a shorter one, or num_pages >= 5."
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_days_with_a_reserving_pool_of_one_length_for_all(seed):
+    class Pool(ReservingPool):
+        __init__ = partialmethod(ReservingPool.__init__, longest=24)
+
+    day(seed, pool_class=Pool, window=None, sinks=0, num_pages=12, page_size=4)
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -274,6 +274,21 @@ def test_commit_wants_one_token_per_planned_request():
         scheduler.commit(scheduler.schedule(), [])
 
 
+def test_a_step_that_was_never_run_is_planned_again():
+    """An engine whose model raised has nothing to commit; the next plan is the same, on the same pages."""
+    world = World(num_pages=16, page_size=4, token_budget=16, chunk=4)
+    world.add([1] * 6, new=3, n=2)
+    world.add([2] * 9, new=3)
+    for _ in range(3):
+        plan = [(r.id, n) for r, n in world.scheduler.schedule()]
+        tables = [list(r.pages) for r in world.requests]
+        world.step()
+        assert world.plan[: len(plan)] == plan
+        assert all(r.pages[: len(old)] == old for r, old in zip(world.requests, tables) if r.pages)
+    world.run()
+    world.close()
+
+
 # ---------------------------------------------------------------- preemption
 def test_the_worst_rank_gives_way_first():
     """Three of one page each, a fourth page free. Who came first is served; the lower class gives way first."""

@@ -109,6 +109,7 @@ class ForgetsToCopy(PagePool):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts, most",
     [

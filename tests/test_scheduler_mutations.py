@@ -233,6 +233,7 @@ def test_a_wrong_version_is_noticed(module, right, wrong, who, monkeypatch):
         notice(who, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [pages, scheduler])
 def test_the_right_version_is_not(module, monkeypatch):
     """The same machinery without a change: what the wrong versions fail at is not the machinery."""
