@@ -7,6 +7,7 @@ import torch
 from kernel_checks import DEVICE, DTYPES, NAN, needs_kernel, randn, starts
 from paged_checks import paged_case
 from test_definitions import sdpa, seen_by
+from test_mutations import load, source_of
 
 from minserve.kernels import INTERPRETED, decode_attention, kv_write, pack, paged_prefill, prefill_attention
 from minserve.kernels import paged_attention as decode
@@ -21,9 +22,13 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("window, sinks", [(None, 0), (4, 0), (4, 2), (5, 0), (1, 1), (300, 7)])
 @pytest.mark.parametrize("S", [1, 4, 16])
 def test_the_definition_is_sdpa(H, G, window, sinks, S):
+    definition_is_sdpa(decode, H, G, window, sinks, S)
+
+
+def definition_is_sdpa(module, H, G, window, sinks, S):
     queries, lengths = [2, 5, 0, 4, 1, 1], [5, 5, 3, 21, 4, 0]
     case, k, v = paged_case(queries, lengths, H, G, 16, S, window=window, sinks=sinks)
-    got, at = decode.paged_attention_reference(*case, window, sinks), case[4].tolist()
+    got, at = module.paged_attention_reference(*case, window, sinks), case[4].tolist()
     for b, (n, m) in enumerate(zip(queries, lengths)):
         mask = torch.tensor(seen_by(n, m, window, sinks), device=DEVICE, dtype=torch.bool).view(n, m)
         rows = slice(at[b], at[b + 1])
@@ -47,9 +52,13 @@ def test_pages_by_hand():
 
 
 def test_the_definition_of_pack_one_place_at_a_time():
+    definition_of_pack(pack)
+
+
+def definition_of_pack(module):
     queries, computed = [5, 0, 1, 10], [7, 3, 0, 12]
     seats, at, done, tokens, pages, S, total = case = paged.pack_case(queries, computed)
-    ids, positions, slots = (x.tolist() for x in pack.pack_reference(*case))
+    ids, positions, slots = (x.tolist() for x in module.pack_reference(*case))
     t = 0
     for b, n in enumerate(queries):
         for p in range(computed[b], computed[b] + n):
@@ -58,6 +67,29 @@ def test_the_definition_of_pack_one_place_at_a_time():
             assert (ids[t], positions[t], slots[t]) == expected
             t += 1
     assert (ids[t:], positions[t:], slots[t:]) == ([0] * 3, [0] * 3, [-1] * 3)
+
+
+WRONG = [
+    ("paged_attention", "n - queries[b] - window", "n - window"),
+    ("paged_attention", "n - queries[b] - window", "n - queries[b] - window - 1"),
+    ("paged_attention", "pages[b, j // S].long()", "pages[0, j // S].long()"),
+    ("paged_attention", "cache[page, j % S]", "cache[page, (j + 1) % S]"),
+    ("paged_attention", "lengths * (queries > 0)", "lengths + 0"),
+    ("pack", "right=True", "right=False"),
+    ("pack", "place - starts[row]", "place"),
+    ("pack", "torch.full_like(ids, -1)", "torch.zeros_like(ids)"),
+    ("pack", "pages[seat, position // page_size].long() * page_size", "pages[seat, position // page_size]"),
+    ("pack", "seat = seats[row].long()", "seat = row"),
+]
+
+
+@pytest.mark.parametrize("name, right, wrong", WRONG, ids=[f"{w[0]}: {w[2]}" for w in WRONG])
+def test_a_wrong_definition_is_rejected(name, right, wrong, tmp_path):
+    source = source_of(name)
+    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {name}.py"
+    module = load(name, source.replace(right, wrong), tmp_path)
+    with pytest.raises((AssertionError, IndexError)):  # IndexError: a page that does not exist
+        definition_of_pack(module) if name == "pack" else definition_is_sdpa(module, 6, 2, 4, 2, 4)
 
 
 # ---------------------------------------------------------------- decode
