@@ -29,6 +29,7 @@ from tqdm import tqdm
 from minserve.batch import Batch, Packer
 from minserve.fetch import resolve
 from minserve.model import Model
+from minserve.output import Output
 from minserve.paged_attention import PagedCache
 from minserve.pages import PagePool, pages_for
 from minserve.prefill_decode import tokens_to_make
@@ -36,57 +37,10 @@ from minserve.request import Request, SamplingParams, Status, check_vocabulary, 
 from minserve.sampler import Sampler
 from minserve.scheduler import Plan, QueueFull, Scheduler
 from minserve.step_log import Row, Snapshot, StepRecord
-from minserve.text import Detokenizer, StopStrings, Tokenizer
+from minserve.text import Tokenizer
 from minserve.weights import load
 
 PHASES = ("schedule", "pack", "model", "sample", "commit", "text")
-
-
-class Output:
-    """One completion: its tokens, its text so far (a stop string never shows), and in the end why it ended."""
-
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None):
-        self.request, self.index = request, index
-        self.text, self.logprobs, self.error = "", [], None
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
-        self._stops = StopStrings(request.params.stop)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.request.outputs
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.request.finish_reason
-
-    @property
-    def finished(self) -> bool:
-        return self.request.status is Status.FINISHED
-
-    def push(self, token: int, logprobs=None) -> tuple[str, bool]:
-        """A new token: the text it makes certain, and whether that completed a stop string."""
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        if self._detokenizer is None:
-            return "", False
-        return self._say(self._detokenizer.push(token))
-
-    def end(self) -> tuple[str, bool]:
-        """No more tokens: what was held back is text after all, unless it completes a stop string."""
-        if self._detokenizer is None:
-            return "", False
-        delta, stopped = self._say(self._detokenizer.flush())
-        if not stopped:
-            rest = self._stops.flush()
-            self.text, delta = self.text + rest, delta + rest
-        return delta, stopped
-
-    def _say(self, delta: str) -> tuple[str, bool]:
-        stopped = False
-        if len(self.tokens) > self.request.params.min_tokens:  # before that, a stop string is only text
-            delta, stopped = self._stops.push(delta)
-        self.text += delta
-        return delta, stopped
 
 
 class Engine:

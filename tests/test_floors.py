@@ -14,7 +14,7 @@ FLOORS = [
     {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
     {"model", "sampler", "scheduler", "sources"},  # 3  computes | draws | decides | brings weights: strangers
-    {"prefill_decode", "speculation", "weights", "fetch"},  # 4  one request, plainly; loading
+    {"output", "prefill_decode", "speculation", "weights", "fetch"},  # 4  one request, plainly; loading
     {"engine"},  # 5  the loop
     {"async_engine", "server", "metrics", "cluster", "simulator"},  # 6  many callers; one machine to many
     {"lab", "bench", "__main__", "chat", "doctor"},  # 7  measures and commands
