@@ -310,10 +310,10 @@ class ReservingPool(PagePool):
         """
         super().__init__(*args, **options)
         self.longest = longest
-        if longest and pages_for(longest, self.page_size) > self.num_pages:
+        if longest and (need := pages_for(longest, self.page_size)) > self.num_pages:
             raise ValueError(
-                f"longest is {longest:,} tokens, and the whole pool has {self.num_pages * self.page_size:,}: "
-                f"no request could ever run.\n  Use a shorter one, or num_pages >= {pages_for(longest, self.page_size):,}."
+                f"longest is {longest:,} tokens, {need:,} pages of {self.page_size}, and the whole pool has "
+                f"{self.num_pages:,}: no request could ever run.\n  Use a shorter one, or num_pages >= {need:,}."
             )
 
     def most(self, num_tokens: int, chunk: int) -> int:

@@ -500,12 +500,14 @@ def test_a_reserving_pool_of_one_length_for_all():
     assert pool.admit(r, FULL) and compute(pool, r, 5) and len(r.pages) == 4
     second, third = request(2, new=30, id=1), request(1, new=1, id=2)
     assert pool.admit(second, FULL) and compute(pool, second, 2) and not pool.admit(third, FULL)
-    assert compute(pool, second, 15) and len(second.pages) == 5, "a longer answer than expected gets what it needs"
+    assert compute(pool, second, 15) and len(second.pages) == 5, (
+        "a longer answer than expected gets what it needs"
+    )
     pool.check([r, second])
     with pytest.raises(ValueError) as error:
         ReservingPool(4, 4, longest=17)
     assert str(error.value) == (
-        "longest is 17 tokens, and the whole pool has 16: no request could ever run.\n"
+        "longest is 17 tokens, 5 pages of 4, and the whole pool has 4: no request could ever run.\n"
         "  Use a shorter one, or num_pages >= 5."
     )
 
