@@ -2,7 +2,7 @@
 
     async with AsyncEngine(engine) as serving:
         stream = await serving.add("Why is the sky blue?", SamplingParams(max_tokens=64))
-        async for output, text in stream:                  # text as it becomes certain
+        async for output, text, last in stream:            # text as it becomes certain
             print(text, end="")
 
 One task turns the engine: it lets in what arrived, takes out what was aborted, then runs one step in a worker thread
@@ -24,7 +24,11 @@ from minserve.request import SamplingParams
 
 
 class Stream:
-    """What the caller of add() holds: `outputs`, complete when the iteration ends; iterate for (output, new text)."""
+    """What the caller of add() holds: `outputs`, complete when the iteration ends.
+
+    Iterate for (output, new text, last): `last` is True once for each output. (`output.finished` may be true earlier,
+    while its last text still waits to be read.)
+    """
 
     def __init__(self, serving: "AsyncEngine", outputs: list[Output]):
         self.serving, self.outputs = serving, outputs
@@ -34,7 +38,7 @@ class Stream:
     def __aiter__(self):
         return self
 
-    async def __anext__(self) -> tuple[Output, str]:
+    async def __anext__(self) -> tuple[Output, str, bool]:
         if not self._open:
             raise StopAsyncIteration
         try:
@@ -43,7 +47,7 @@ class Stream:
             self.serving.abort(self)
             raise
         self._open -= last
-        return output, text
+        return output, text, last
 
     async def finish(self) -> list[Output]:
         """Read it to its end."""

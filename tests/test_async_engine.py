@@ -56,7 +56,7 @@ def test_callers_get_their_own_answers(model, engine):
 def test_a_stream_says_each_end_once(engine):
     async def scenario(serving):
         stream = await serving.add(PROMPTS[0], replace(FREE, n=3, temperature=1.0, seed=1))
-        ends = [output.index async for output, _ in stream if output.finished]
+        ends = [output.index async for output, _, last in stream if last]
         assert [item async for item in stream] == []  # over is over
         return ends
 
