@@ -9,7 +9,7 @@ Parameters live on the host, where deciding who needs what is cheap, and travel 
 of the penalties, one number per token of the vocabulary, live on the device and are made when first needed.
 
 On a GPU the drawing is `kernels.sample`. Elsewhere it is a radix select: the cutting value of top-k and of top-p is
-found 11, 10 and 10 bits at a time from histograms, where the definition sorts: O(V) instead of O(V log V), and the
+found 8 bits at a time from histograms, where the definition sorts: O(V) instead of O(V log V), and the
 same tokens, because both add integers.
 
 logprobs     of the model's own logits, before bias, penalties and temperature; -9999.0 stands for minus infinity,
@@ -241,7 +241,7 @@ def _edge(key, place, amount, need, width: int):
     """
     amount, bits_left = amount.double(), 31
     edge = torch.zeros(len(need), dtype=torch.int32, device=key.device)
-    for bits in (11, 10, 10):
+    for bits in (8, 8, 8, 7):
         bits_left -= bits
         row, digit = place // width, key >> bits_left & (1 << bits) - 1
         mass = torch.bincount((row << bits) + digit, amount, len(need) << bits).view(-1, 1 << bits)
