@@ -15,6 +15,7 @@ from minserve.kernels import paged_attention as decode
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 HEADS = [(6, 2, 64, 8), (4, 1, 24, 16), (4, 4, 128, 32), (6, 3, 24, 64)]  # (H, G, D, S)
 slow = pytest.mark.slow
+unwritten = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is merged from parts nobody wrote
 
 
 # ---------------------------------------------------------------- the definitions, against others
@@ -100,9 +101,6 @@ def test_decode_heads(H, G, D, S, dtype):
     paged.check_paged_decode(decode, [1, 0, 1, 3], [5, 9, 70, 33], H=H, G=G, D=D, S=S, dtype=dtype)
 
 
-unwritten = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is merged from parts nobody wrote
-
-
 @needs_kernel
 @unwritten
 @dtypes
@@ -147,11 +145,13 @@ def test_decode_window(window, sinks, dtype):
 
 
 @needs_kernel
+@unwritten
 def test_decode_merges_more_splits_than_one_tile_of_them():
     paged.check_paged_decode(decode, [1, 2], [640, 600], splits=20, size=4.0)
 
 
 @needs_kernel
+@unwritten
 def test_large_scores_do_not_overflow():
     paged.check_paged_decode(decode, [1, 3], [100, 40], splits=3, size=40.0)
     paged.check_paged_prefill(paged_prefill, [40], [70], size=40.0)
@@ -195,6 +195,7 @@ def test_more_queries_than_positions_and_none_at_all():
 
 # ---------------------------------------------------------------- both
 @needs_kernel
+@unwritten
 def test_tables_padded_with_page_zero():
     """Page 0 is real, belongs to nobody, and holds NaN: weight 0 times NaN must not come out."""
     paged.check_paged_decode(decode, [1, 1], [3, 9], S=4, unused=0)
@@ -202,6 +203,7 @@ def test_tables_padded_with_page_zero():
 
 
 @needs_kernel
+@unwritten
 def test_slots_further_apart_than_they_are_long():
     case, _, _ = paged_case([3, 1], [30, 9])
     q, k, v, *plan = case
@@ -256,6 +258,7 @@ def test_chunks_equal_one_shot(cuts, masks):
         done += n
 
 
+@unwritten
 @pytest.mark.parametrize("window", [None, 20])
 def test_rows_need_not_begin_at_place_zero(window):
     """A mixed step: the launcher is given the last two rows, and all the queries."""
