@@ -135,7 +135,16 @@ def pool(ax, record: StepRecord) -> None:
         look = dict(hatch="///") if page in snapshot.cached else {}
         if not owners[page] and page not in snapshot.cached:
             look = dict(linestyle=":")
-        cell(ax, page % columns, page // columns, owners[page], text, 6.5, width=0.92, **look)
+        cell(
+            ax,
+            page % columns,
+            page // columns,
+            owners[page],
+            text,
+            7.5 if P <= 40 else 6.5,
+            width=0.92,
+            **look,
+        )
 
 
 def owners_of(snapshot) -> list[list[int]]:
