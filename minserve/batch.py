@@ -65,7 +65,7 @@ class Packer:
         lengths = host[3, :B].tolist()
         sampled = [b for b, (r, _) in enumerate(plan) if lengths[b] == len(r.tokens)]
         seats, computed, starts, device_lengths = torch.from_numpy(host).to(self.device, non_blocking=True)
-        rows = torch.tensor(sampled, dtype=torch.int64).to(self.device, non_blocking=True)
+        rows = torch.from_numpy(np.array(sampled, dtype=np.int64)).to(self.device, non_blocking=True)
         width = -(-max(lengths) // self.page_size)
         ids, positions, slots = pack(
             seats[:B], starts, computed[:B], self.tokens, self.tables, self.page_size, int(host[2, B])

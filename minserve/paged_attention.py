@@ -16,6 +16,7 @@ Sources      PagedAttention, Kwon et al. 2023 (arXiv:2309.06180), sec. 4
 Story        notebooks/05_paged_attention.ipynb
 """
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -98,15 +99,13 @@ class Gathered:
     """One step's attention on a CPU, for layers of one window: where to read, prepared once for all of them."""
 
     def __init__(self, batch, page_size: int, window: int | None, sinks: int):
-        rows = sorted(
-            range(len(batch.plan)), key=lambda b: (batch.counts[b], batch.host_lengths[b]), reverse=True
-        )
+        counts, lengths = np.array(batch.counts), np.array(batch.host_lengths)  # [B]
+        rows = np.lexsort((-lengths, -counts))  # the largest first
         self.groups = []
-        while rows:
-            n, length = batch.counts[rows[0]], batch.host_lengths[rows[0]]
-            group = [b for b in rows if 2 * batch.counts[b] > n and 2 * batch.host_lengths[b] > length]
-            rows = [b for b in rows if not (2 * batch.counts[b] > n and 2 * batch.host_lengths[b] > length)]
-            self.groups.append(_Group(batch, group, page_size, window, sinks))
+        while len(rows):
+            alike = (2 * counts[rows] > counts[rows[0]]) & (2 * lengths[rows] > lengths[rows[0]])
+            self.groups.append(_Group(batch, rows[alike], counts, lengths, page_size, window, sinks))
+            rows = rows[~alike]
 
     def attend(self, q, k, v):
         """q [T, H, D]; k and v [slots, G, D]."""
@@ -119,33 +118,28 @@ class Gathered:
 class _Group:
     """Rows that are padded to one rectangle: C rows of n queries that see w positions."""
 
-    def __init__(self, batch, rows: list[int], page_size: int, window: int | None, sinks: int):
-        at = torch.tensor(rows)
-        counts = torch.tensor([batch.counts[b] for b in rows])  # [C]
-        lengths = torch.tensor([batch.host_lengths[b] for b in rows])  # [C]
+    def __init__(self, batch, rows, counts, lengths, page_size: int, window: int | None, sinks: int):
+        counts, lengths, starts = counts[rows], lengths[rows], batch.starts.numpy()[rows]  # [C]
         first = lengths - counts  # position of each row's first query
-        begin = torch.zeros_like(first) if window is None else (first - window + 1).clamp(min=0)
+        begin = np.zeros_like(first) if window is None else np.maximum(first - window + 1, 0)
         extra = min(sinks, int(begin.max())) if window else 0  # columns for sinks that lie before the window
-        width = int((lengths - begin).max())
-        j = begin[:, None] + torch.arange(-extra, width)  # [C, w]
-        j[:, :extra] = torch.arange(extra)
-        p = first[:, None] + torch.arange(int(counts.max()))  # [C, n] position of each query
-        seen = (j[:, None] <= p[:, :, None]) & (j < lengths[:, None])[:, None]  # [C, n, w]
+        j = begin[:, None] + np.arange(-extra, int((lengths - begin).max()))  # [C, w]
+        j[:, :extra] = np.arange(extra)
+        query = np.arange(int(counts.max()))
+        p = first[:, None] + query  # [C, n] position of each query
+        seen = j[:, None] <= np.minimum(p, lengths[:, None] - 1)[:, :, None]  # [C, n, w]
         if window is not None:
             seen &= (j[:, None] > p[:, :, None] - window) | (j < sinks)[:, None]
-            seen[..., :extra] &= (
-                torch.arange(extra) < begin[:, None, None]
-            )  # a sink in the window counts once
-        own = seen.any(1)  # [C, w]
-        own = torch.where(own, j, (lengths - 1)[:, None])  # what nobody sees points at what is surely theirs
-        self.index = (
-            batch.tables[at[:, None], own // page_size] * page_size + own % page_size
-        ).long()  # [C, w]
-        query = torch.arange(seen.shape[1])
-        self.place = (batch.starts[at][:, None] + query.clamp(max=counts[:, None] - 1)).long()  # [C, n]
-        self.real = None if bool((counts == counts[0]).all()) else (query < counts[:, None])  # [C, n]
+            seen[..., :extra] &= np.arange(extra) < begin[:, None, None]  # a sink in the window counts once
+        own = np.where(seen.any(1), j, lengths[:, None] - 1)  # [C, w]; what nobody sees: a slot surely theirs
+        pages = np.take_along_axis(batch.tables.numpy()[rows], own // page_size, 1).astype(np.int64)
+        self.index = torch.from_numpy(pages * page_size + own % page_size).flatten()  # [C w]
+        self.place = torch.from_numpy(starts[:, None] + np.minimum(query, counts[:, None] - 1))  # [C, n]
+        self.real = (
+            None if (counts == counts[0]).all() else torch.from_numpy(query < counts[:, None])
+        )  # [C, n]
         seen[:, :, 0] |= ~seen.any(-1)  # padding queries see something, so that no softmax is 0/0
-        self.seen = None if bool(seen.all()) else seen[:, None]  # [C, 1, n, w]
+        self.seen = None if seen.all() else torch.from_numpy(seen)[:, None]  # [C, 1, n, w]
         self.bias = None
 
     def attend(self, q, k, v, out) -> None:
@@ -153,13 +147,12 @@ class _Group:
         R = H // G
         rows = q[self.place].view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
         keys, values = (
-            x.flatten(1).index_select(0, self.index.flatten()).view(C, -1, G, D).transpose(1, 2)
-            for x in (k, v)
-        )  # [C, G, w, D]
+            x.flatten(1).index_select(0, self.index).view(C, -1, G, D).transpose(1, 2) for x in (k, v)
+        )
         if self.seen is not None and self.bias is None:
             self.bias = torch.zeros(self.seen.shape, dtype=q.dtype).masked_fill(~self.seen, -torch.inf)
             self.bias = self.bias.repeat_interleave(R, 2)  # [C, 1, n R, w]
-        made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)
+        made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)  # [C, G, n R, D]
         made = made.view(C, G, n, R, D).transpose(1, 2).reshape(C, n, H, D)
         if self.real is None:
             out[self.place] = made

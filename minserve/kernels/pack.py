@@ -30,18 +30,14 @@ BLOCK = 128  # places per program
 
 # ---------------------------------------------------------------- the definition
 def pack_reference(seats, starts, computed, tokens, pages, page_size: int, total: int):
-    ids, positions = (torch.zeros(total, dtype=torch.int64, device=starts.device) for _ in range(2))
-    slots = torch.full_like(ids, -1)
-    place = torch.arange(total, dtype=torch.int32, device=starts.device)  # [T]
-    live = place < starts[-1]
-    place = place[live]
+    live = int(starts[-1])
+    place = torch.arange(live, dtype=torch.int32, device=starts.device)  # [live]
     row = torch.searchsorted(starts, place, right=True) - 1  # the last row that starts at or before the place
     position = (computed[row] + place - starts[row]).long()
-    seat = seats[row].long()
-    ids[live] = tokens[seat, position].long()
-    positions[live] = position
-    slots[live] = pages[seat, position // page_size].long() * page_size + position % page_size
-    return ids, positions, slots
+    seat = seats[row]
+    slot = pages[seat, position // page_size].long() * page_size + position % page_size
+    padded = lambda x, value: torch.nn.functional.pad(x, (0, total - live), value=value)
+    return padded(tokens[seat, position].long(), 0), padded(position, 0), padded(slot, -1)
 
 
 # ---------------------------------------------------------------- the kernel
@@ -112,20 +108,25 @@ def _check(seats, starts, computed, tokens, pages, page_size, total):
             )
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"pack: a page of {page_size} slots; it must be a power of two")
-    if starts.is_cuda:  # reading a tensor would make the CPU wait for the GPU
-        return
-    if int(starts[0]) or (B and int((starts[1:] - starts[:-1]).min()) < 0) or int(starts[-1]) > total:
-        raise ValueError(f"pack: starts {starts.tolist()} must rise from 0 to at most total = {total}")
-    if B and int(starts[-1]):
-        busy = starts[1:] > starts[:-1]
-        end, room = (
-            (computed + starts[1:] - starts[:-1])[busy],
-            min(len(tokens[0]), len(pages[0]) * page_size),
+    if not starts.is_cuda:  # reading a tensor would make the CPU wait for the GPU
+        _check_values(
+            *(x.cpu().numpy() for x in (seats, starts, computed)), tokens.shape, pages.shape, page_size, total
         )
-        if int(end.max()) > room or int(computed[busy].min()) < 0:
-            raise ValueError(
-                f"pack: a row reaches {int(end.max())} tokens; a seat holds {room} "
-                f"(tokens {list(tokens.shape)}, {pages.shape[1]} pages of {page_size})"
-            )
-        if not 0 <= int(seats[busy].min()) <= int(seats[busy].max()) < len(tokens):
-            raise ValueError(f"pack: seats {seats.tolist()} must lie between 0 and {len(tokens) - 1}")
+
+
+def _check_values(seats, starts, computed, tokens_shape, pages_shape, page_size, total):
+    counts = starts[1:] - starts[:-1]  # [B], numpy: a fraction of the time of as many small tensors
+    if starts[0] or (counts < 0).any() or starts[-1] > total:
+        raise ValueError(f"pack: starts {starts.tolist()} must rise from 0 to at most total = {total}")
+    busy = counts > 0
+    if not busy.any():
+        return
+    seats, computed, ends = seats[busy], computed[busy], (computed + counts)[busy]
+    room = min(tokens_shape[1], pages_shape[1] * page_size)
+    if ends.max() > room or computed.min() < 0:
+        raise ValueError(
+            f"pack: a row reaches {ends.max()} tokens; a seat holds {room} "
+            f"(tokens {list(tokens_shape)}, {pages_shape[1]} pages of {page_size})"
+        )
+    if seats.min() < 0 or seats.max() >= tokens_shape[0]:
+        raise ValueError(f"pack: seats {seats.tolist()} must lie between 0 and {tokens_shape[0] - 1}")
