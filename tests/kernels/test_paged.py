@@ -78,9 +78,9 @@ WRONG = [
     ("paged_attention", "lengths * (queries > 0)", "lengths + 0"),
     ("pack", "right=True", "right=False"),
     ("pack", "place - starts[row]", "place"),
-    ("pack", "torch.full_like(ids, -1)", "torch.zeros_like(ids)"),
+    ("pack", "padded(slot, -1)", "padded(slot, 0)"),
     ("pack", "pages[seat, position // page_size].long() * page_size", "pages[seat, position // page_size]"),
-    ("pack", "seat = seats[row].long()", "seat = row"),
+    ("pack", "seat = seats[row]", "seat = row"),
 ]
 
 
