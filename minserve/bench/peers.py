@@ -13,6 +13,7 @@ Story    README.md, Against others
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -162,12 +163,19 @@ class Vllm:
             model=model, dtype=options.dtype_name, room=work.longest + 1, prompts=work.prompts, lengths=work.lengths,
             answers=str(path),
         )  # fmt: skip
+        ours = {  # one process, and as many threads as we have
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         self.process = subprocess.Popen(
             [options.vllm_python, "-c", VLLM],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=sys.stderr,
             text=True,
+            env=os.environ | ours,
         )
         self.ask(job)
         self.answers = path.open()
