@@ -57,7 +57,7 @@ def run(engine, limit=500):
             assert (
                 engine.pages.in_use == 0
                 and not engine.outputs
-                and len(engine.scheduler.seats) == engine.packer.tokens.shape[0]
+                and len(engine.scheduler.seats) == engine.scheduler.max_running
             )
             return heard
     raise AssertionError("it never came to rest")
@@ -100,16 +100,31 @@ def test_rows_of_one_batch_do_not_touch_each_other(model):
             assert output.tokens == alone(model, PROMPTS[0], params), params
 
 
-def test_completions_of_one_prompt_differ_and_repeat(model):
+@pytest.mark.parametrize("prompt", PROMPTS[:3], ids=len)
+def test_completions_of_one_prompt_differ_and_repeat(model, prompt):
     params = SamplingParams(max_tokens=8, temperature=1.5, seed=7, n=4, ignore_eos=True)
 
     def texts():
-        (outputs,) = LLM(model, num_pages=60, page_size=8).generate(PROMPTS[2], params)
+        (outputs,) = LLM(model, num_pages=60, page_size=8).generate(prompt, params)
         return [tuple(output.tokens) for output in outputs]
 
     first = texts()
     assert len(set(first)) == 4 and first == texts()
-    assert [list(t) for t in first] == [alone(model, PROMPTS[2], params, i) for i in range(4)]
+    assert [list(t) for t in first] == [alone(model, prompt, params, i) for i in range(4)]
+
+
+def test_penalties_remember_across_a_preemption(model):
+    """A request that loses its seat keeps the history that its penalties count."""
+    params = SamplingParams(max_tokens=16, ignore_eos=True, presence_penalty=2.0, frequency_penalty=1.0)
+    e = engine(model, max_running=4)
+    outputs = [e.add(p, params)[0] for p in PROMPTS[:3]]
+    for _ in range(8):
+        e.step()
+    for request in list(e.scheduler.running):
+        e.scheduler.preempt(request)
+    run(e)
+    assert all(o.request.preemptions == 1 for o in outputs)
+    assert [o.tokens for o in outputs] == [alone(model, p, params) for p in PROMPTS[:3]]
 
 
 def test_one_params_object_without_a_seed_draws_afresh_for_each(model):

@@ -1,0 +1,89 @@
+"""The engine's tests can fail: each wrong version below, put in the engine's place, turns one of them red."""
+
+import importlib
+import inspect
+
+import pytest
+import test_engine
+from test_engine import model, tokenizer  # noqa: F401  fixtures
+
+PROMPTS = test_engine.PROMPTS
+CASES = {  # a name for each test to be rerun
+    "alone": lambda m, t: test_engine.test_each_prompt_gets_the_answer_it_gets_alone(
+        m, test_engine.WholePrompts
+    ),
+    "mixed": lambda m, t: test_engine.test_rows_of_one_batch_do_not_touch_each_other(m),
+    "n": lambda m, t: [
+        test_engine.test_completions_of_one_prompt_differ_and_repeat(m, p) for p in PROMPTS[:3]
+    ],
+    "preempted": lambda m, t: test_engine.test_penalties_remember_across_a_preemption(m),
+    "logprobs": lambda m, t: test_engine.test_logprobs_name_the_chosen_token_and_the_best(m),
+    "stream": lambda m, t: test_engine.test_streamed_text_is_the_text(m, t),
+    "stop": lambda m, t: test_engine.test_a_stop_string_never_shows(m, t, 1, 3),
+    "held": lambda m, t: test_engine.test_held_back_text_comes_out_at_the_end(m, t),
+    "min": lambda m, t: test_engine.test_min_tokens_come_before_any_stop_string(m, t),
+    "raise": lambda m, t: test_engine.test_one_failing_request_fails_alone(m, "raise", "injected", 4),
+    "nan": lambda m, t: test_engine.test_one_failing_request_fails_alone(m, "nan", "logits hold NaN", 4),
+    "text": lambda m, t: test_engine.test_trouble_with_one_text_is_that_texts_alone(m, t),
+    "abort": lambda m, t: [
+        test_engine.test_abort_at_any_moment_gives_everything_back(m, i) for i in range(7)
+    ],
+    "close": lambda m, t: test_engine.test_close_in_the_middle_ends_all_and_frees_all(m),
+    "deadline": lambda m, t: test_engine.test_a_deadline_ends_a_request_wherever_it_is(m),
+    "queue": lambda m, t: test_engine.test_a_full_queue_refuses_all_of_a_request_or_none(m),
+    "ctrl-c": lambda m, t: test_engine.test_ctrl_c_leaves_nothing_behind(m),
+    "log": lambda m, t: test_engine.test_the_log_accounts_for_every_token_and_page(m),
+    "salt": lambda m, t: test_engine.test_salts_keep_tenants_apart(m),
+}
+WRONG = [  # module, right, wrong, who must notice
+    ("engine", "self.cache.copy(self.pages.copies)", "pass", "n"),
+    ("engine", "self.pages.copies.clear()", "self.pages.copies", "n"),
+    ("engine", "self.packer.note(batch, sampled.tokens)", "pass", "alone"),
+    ("engine", "[len(r.tokens) - len(r.prompt) for r in requests]", "[0 for r in requests]", "mixed"),
+    ("engine", "r.prompt, r.outputs, r.stop_ids", "r.prompt, [], r.stop_ids", "preempted"),
+    ("engine", "seed_of(seed, index)", "seed", "n"),
+    ("engine", "rows=batch.last", "rows=batch.last - 1", "alone"),
+    ("engine", "if token < 0:", "if token < -1:", "nan"),
+    ("engine", "self._fail(request, its_own)", "self._fail(request, its_own); return news", "raise"),
+    ("engine", "except Exception as error:  # whatever", "except KeyError as error:  # whatever", "raise"),
+    ("engine", "delta += self._end(request)[1]", "self._end(request)", "held"),
+    ("engine", "self.scheduler.finish(request, \"stop\")\n", "pass\n", "stop"),
+    ("engine", "self.abort(outputs[:i])", "pass", "queue"),
+    ("engine", "late = self.scheduler.expire(time.monotonic())", "late = []", "deadline"),
+    ("engine", "prompt, params or SamplingParams(), priority=priority, deadline=deadline, salt=salt",
+     "prompt, params or SamplingParams(), priority=priority, deadline=deadline", "salt"),
+    ("engine", "            except BaseException:  # Ctrl-C", "            except ValueError:  # Ctrl-C", "ctrl-c"),
+    ("engine", "itertools.repeat(None)", "itertools.repeat(None, 0)", "stream"),
+    ("output", "self._stops.flush()", '""', "held"),
+    ("output", "if len(self.tokens) > self.request.params.min_tokens", "if True", "min"),
+    ("output", "delta, stopped = self._stops.push(delta)", "_, stopped = self._stops.push(delta)", "stop"),
+    ("output", "self.logprobs.append(logprobs)", "self.logprobs = [logprobs]", "logprobs"),
+    ("batch", "singles = [work for work in plan if work[1] == 1]", "singles = []", "alone"),
+    ("batch", "+ 1] = tokens.int()", "] = tokens.int()", "alone"),
+    ("batch", "request.dirty = end", "request.dirty = end + 1", "alone"),
+    ("batch", "if lengths[b] == len(r.tokens)", "if lengths[b] <= len(r.tokens)", "raise"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module, right, wrong, case", WRONG, ids=[f"{w[0]}: {w[2][:40]}" for w in WRONG])
+def test_a_wrong_engine_is_noticed(monkeypatch, model, tokenizer, module, right, wrong, case):  # noqa: F811
+    source = inspect.getsource(importlib.import_module(f"minserve.{module}"))
+    assert source.count(right) == 1, f"{module}.py holds {source.count(right)} places like: {right}"
+    broken = type(pytest)(f"minserve.{module}")
+    exec(compile(source.replace(right, wrong), f"{module}.py", "exec"), broken.__dict__)
+    engine = broken
+    if module != "engine":  # an engine that uses the broken part
+        monkeypatch.setitem(importlib.import_module("sys").modules, f"minserve.{module}", broken)
+        engine = type(pytest)("minserve.engine")
+        right_engine = inspect.getsource(importlib.import_module("minserve.engine"))
+        exec(compile(right_engine, "engine.py", "exec"), engine.__dict__)
+    monkeypatch.setattr(test_engine, "Engine", engine.Engine)
+    monkeypatch.setattr(test_engine, "LLM", engine.LLM)
+    with pytest.raises((AssertionError, Exception)) as noticed:
+        CASES[case](model, tokenizer)
+    assert not isinstance(noticed.value, (SyntaxError, NameError))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_right_engine_passes(model, tokenizer, case):  # noqa: F811
+    CASES[case](model, tokenizer)
