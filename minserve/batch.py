@@ -16,12 +16,16 @@ Story    notebooks/07_continuous_batching.ipynb
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
 
-from minserve.kernels.pack import pack
+from minserve.kernels.pack import launch
 from minserve.request import Request
+from minserve.step_log import Row
+
+_seat, _computed, _tokens = attrgetter("seat"), attrgetter("computed"), attrgetter("tokens")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,14 @@ class Batch:
     last: torch.Tensor  # [len(sampled)] int64, the place of each one's last token
     seats: torch.Tensor  # [len(sampled)] int64
 
+    def rows(self) -> list[Row]:
+        """This step's part of the log."""
+        ids, computed = [r.id for r, _ in self.plan], [n - c for n, c in zip(self.host_lengths, self.counts)]
+        paid = [False] * len(ids)
+        for b in self.sampled:
+            paid[b] = True
+        return list(map(Row, ids, self.counts, computed, paid))
+
 
 class Packer:
     """The persistent buffers, and how a plan becomes a Batch."""
@@ -52,39 +64,44 @@ class Packer:
         self.tables = torch.zeros(seats, -(-context // page_size), dtype=torch.int32, device=device)
 
     def pack(self, plan: list[tuple[Request, int]]) -> Batch:
-        singles = [work for work in plan if work[1] == 1]
-        plan = singles + [work for work in plan if work[1] != 1]
-        fresh = self._write_tables(plan)
-        B = len(plan)
-        counts = [n for _, n in plan]
-        host = np.zeros((4, B + 1), dtype=np.int32)
-        host[0, :B] = [r.seat for r, _ in plan]
-        host[1, :B] = [r.computed for r, _ in plan]
-        np.cumsum(counts, out=host[2, 1:])
-        host[3, :B] = host[1, :B] + np.diff(host[2])
-        lengths = host[3, :B].tolist()
-        sampled = [b for b, (r, _) in enumerate(plan) if lengths[b] == len(r.tokens)]
+        plan = sorted(plan, key=_is_chunk)  # single tokens first; otherwise as planned
+        requests, counts, B = [r for r, _ in plan], [n for _, n in plan], len(plan)
+        fresh = self._write_tables(requests)
+        # attrgetter and fromiter: the loops over rows run in C
+        host = np.zeros(
+            (4, B + 1), dtype=np.int32
+        )  # seats, computed, starts, lengths: one copy to the device
+        host[0, :B] = np.fromiter(map(_seat, requests), np.int32, B)
+        host[1, :B] = np.fromiter(map(_computed, requests), np.int32, B)
+        new = np.fromiter(counts, np.int32, B)
+        np.cumsum(new, out=host[2, 1:])
+        host[3, :B] = host[1, :B] + new
+        lengths, known = host[3, :B].tolist(), np.fromiter(map(len, map(_tokens, requests)), np.int32, B)
+        sampled = np.flatnonzero(host[3, :B] == known)
+        last, sampled_seats = (  # [R] each
+            torch.from_numpy(x[sampled].astype(np.int64)).to(self.device, non_blocking=True)
+            for x in (host[2, 1:] - 1, host[0])
+        )
         seats, computed, starts, device_lengths = torch.from_numpy(host).to(self.device, non_blocking=True)
-        rows = torch.from_numpy(np.array(sampled, dtype=np.int64)).to(self.device, non_blocking=True)
         width = -(-max(lengths) // self.page_size)
-        ids, positions, slots = pack(
+        ids, positions, slots = launch(
             seats[:B], starts, computed[:B], self.tokens, self.tables, self.page_size, int(host[2, B])
         )
         return Batch(
             plan=plan, fresh=fresh, ids=ids, positions=positions, slots=slots, starts=starts,
-            lengths=device_lengths[:B], tables=self.tables[seats[:B], :width], num_singles=len(singles),
-            counts=counts, host_lengths=lengths, sampled=sampled,
-            last=starts[1:][rows].long() - 1, seats=seats[rows].long(),
+            lengths=device_lengths[:B], tables=self.tables[:, :width].index_select(0, seats[:B]),
+            num_singles=counts.count(1), counts=counts, host_lengths=lengths, sampled=sampled.tolist(),
+            last=last, seats=sampled_seats,
         )  # fmt: skip
 
     def note(self, batch: Batch, tokens) -> None:
         """Write the drawn tokens [len(batch.sampled)] behind those they follow, without leaving the device."""
         self.tokens[batch.seats, batch.positions[batch.last] + 1] = tokens.int()
 
-    def _write_tables(self, plan: list[tuple[Request, int]]) -> list[Request]:
+    def _write_tables(self, requests: list[Request]) -> list[Request]:
         """Bring seats up to date: all of a request that is new here, else what its page table gained."""
         fresh, rows, columns, pages = [], [], [], []
-        for request, _ in plan:
+        for request in requests:
             dirty, end = request.dirty, len(request.pages)
             if dirty == end:
                 continue
@@ -96,7 +113,13 @@ class Packer:
             columns += range(dirty, end)
             pages += request.pages[dirty:]
             request.dirty = end
-        if pages:
+        if pages and self.device.type == "cpu":
+            self.tables.numpy()[rows, columns] = pages  # the same memory, a tenth of the time
+        elif pages:
             at = torch.tensor([rows, columns]).to(self.device)
             self.tables[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32).to(self.device)
         return fresh
+
+
+def _is_chunk(work: tuple[Request, int]) -> bool:
+    return work[1] != 1

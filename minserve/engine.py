@@ -36,7 +36,7 @@ from minserve.prefill_decode import tokens_to_make
 from minserve.request import Request, SamplingParams, Status, check_vocabulary, seed_of
 from minserve.sampler import Sampler
 from minserve.scheduler import Plan, QueueFull, Scheduler
-from minserve.step_log import Row, Snapshot, StepRecord
+from minserve.step_log import Snapshot, StepRecord
 from minserve.text import Tokenizer
 from minserve.weights import load
 
@@ -159,9 +159,9 @@ class Engine:
         plan = self.scheduler.schedule()
         marks.append(self._clock())
         news = [self._end(request) for request in late]
-        record = self._record(plan, marks[0]) if plan or late else None
+        record = self._record(marks[0]) if plan or late else None
         if plan:
-            news += self._compute(plan, marks)
+            news += self._compute(plan, record, marks)
         if record:
             record.seconds = {
                 phase: end - begin for phase, (begin, end) in zip(PHASES, itertools.pairwise(marks))
@@ -170,12 +170,12 @@ class Engine:
             self.log.append(record)
         return news
 
-    def _compute(self, plan: Plan, marks: list[float]) -> list[tuple[Output, str]]:
+    def _compute(self, plan: Plan, record: StepRecord, marks: list[float]) -> list[tuple[Output, str]]:
         try:
             batch, sampled = self._run(plan, marks)
-        except Exception as error:  # whatever it is: it must not take the others along
-            return self._one_by_one(plan, error, marks)
-        return self._settle(batch, sampled, marks)
+        except Exception:  # whatever it is: it must not take the others along
+            return self._one_by_one(plan, record, marks)
+        return self._settle(batch, sampled, record, marks)
 
     def _run(self, plan: Plan, marks: list[float]):
         """Pack, compute, sample."""
@@ -192,7 +192,9 @@ class Engine:
         self.pages.copies.clear()
         return batch, sampled
 
-    def _settle(self, batch: Batch, sampled, marks: list[float]) -> list[tuple[Output, str]]:
+    def _settle(
+        self, batch: Batch, sampled, record: StepRecord, marks: list[float]
+    ) -> list[tuple[Output, str]]:
         """Commit the step, then give each reader what is new."""
         drawn = sampled.tokens.tolist()
         marks.append(self._clock())
@@ -211,6 +213,7 @@ class Engine:
         for b, length, its in zip(batch.sampled, before, logprobs):
             if (output := self.outputs.get(batch.plan[b][0].id)) is not None:
                 news.append(self._tell(output, length, its))
+        record.rows += batch.rows()
         marks.append(self._clock())
         return news
 
@@ -242,7 +245,7 @@ class Engine:
         return output, delta
 
     # ------------------------------------------------------------ when something goes wrong
-    def _one_by_one(self, plan: Plan, error: Exception, marks: list[float]) -> list[tuple[Output, str]]:
+    def _one_by_one(self, plan: Plan, record: StepRecord, marks: list[float]) -> list[tuple[Output, str]]:
         """A step failed. Run its requests alone: those that fail again are at fault. Nothing was committed yet."""
         news = []
         for request, num_tokens in plan:
@@ -254,7 +257,7 @@ class Engine:
                 self._fail(request, its_own)
                 news.append(self._end(request))
             else:
-                news += self._settle(batch, sampled, times)
+                news += self._settle(batch, sampled, record, times)
         marks += [self._clock()] * (len(PHASES) + 1 - len(marks))
         return news
 
@@ -278,18 +281,23 @@ class Engine:
         return self.abort(list(self.outputs.values()))
 
     # ------------------------------------------------------------ the log
-    def _record(self, plan: Plan, start: float) -> StepRecord:
+    def _record(self, start: float) -> StepRecord:
+        """What the step found; _run adds the rows it computes."""
         s, pages = self.scheduler, self.pages
-        rows = [Row(r.id, n, r.computed, r.computed + n == len(r.tokens)) for r, n in plan]
         return StepRecord(
-            s.steps, start, {}, rows, [r.id for r in s.waiting[:64]], len(s.running), len(pages.free),
+            s.steps, start, {}, [], [r.id for r in s.waiting[:64]], len(s.running), len(pages.free),
             len(pages.cached), pages.in_use, list(s.gave_way), {}, self._snapshot() if self.snapshots else None,
         )  # fmt: skip
 
     def _snapshot(self) -> Snapshot:
         pages = self.pages
         known = {page: node.key.hex()[:6] for page, node in enumerate(pages.nodes) if node}
-        tables = {r.id: list(r.pages) for r in self.scheduler.running}
+        tables = {}
+        for (
+            r
+        ) in self.scheduler.running:  # -1 where a page has left the window and may be somebody else's by now
+            stale = range(pages.sink_pages, r.returned)
+            tables[r.id] = [-1 if i in stale else page for i, page in enumerate(r.pages)]
         return Snapshot(tables, list(pages.references), known, list(pages.cached))
 
 

@@ -175,6 +175,8 @@ class PagePool:
         if self.prefix_caching:
             while (len(request.chain) + 1) * self.page_size <= request.computed:
                 self._register(request)
+        if self.window is None:
+            return
         first = self._first_seen(request.computed)
         for i in range(max(request.returned, self.sink_pages), first):
             self._drop(request.pages[i])

@@ -143,7 +143,9 @@ class Status(Enum):
     WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
 
-@dataclass(eq=False)  # identity: two equal prompts are still two requests
+@dataclass(
+    eq=False, slots=True
+)  # identity: two equal prompts are still two requests; slots: small, so many fit a cache
 class Request:
     """One completion, from arrival to last token.
 
@@ -167,19 +169,32 @@ class Request:
     deadline: float | None = None  # time.monotonic() seconds
     leader: "Request | None" = None  # n > 1: whose prompt pages this completion shares
 
+    tokens: list[int] = field(init=False)  # prompt, then output
+    most: int = field(init=False)  # tokens it ends with at the latest
+    computed: int = field(init=False, default=0)
+    status: Status = field(init=False, default=Status.WAITING)
+    finish_reason: str | None = field(init=False, default=None)
+    rank: tuple[int, int] = field(init=False)  # who goes first; the scheduler sets it on arrival
+    seat: int | None = field(
+        init=False, default=None
+    )  # its row in the persistent buffers, while it is running
+    preemptions: int = field(init=False, default=0)
+    cached_tokens: int = field(init=False, default=0)  # of the prompt, found in the prefix index
+    # kept by the page pool
+    pages: list[int] = field(init=False, default_factory=list)  # the page table, in token order
+    returned: int = field(init=False, default=0)  # entries before this one left the window: stale, never read
+    writable: int = field(init=False, default=0)  # positions it may write without asking the pool
+    dirty: int = field(
+        init=False, default=0
+    )  # table entries from this one on have changed since the last step
+    chain: list = field(init=False, default_factory=list)  # the prefix index's nodes of its full pages
+    keys: list[tuple[bytes, bytes]] = field(
+        init=False, default_factory=list
+    )  # key and tokens of each full page
+
     def __post_init__(self):
-        self.tokens = list(self.prompt)
-        self.computed, self.status, self.finish_reason = 0, Status.WAITING, None
-        self.rank = (0, self.id)  # who goes first; the scheduler sets it on arrival
-        self.seat: int | None = None  # its row in the persistent buffers, while it is running
-        self.preemptions, self.cached_tokens = 0, 0
-        # kept by the page pool
-        self.pages: list[int] = []  # the page table, in token order
-        self.returned = 0  # entries before this one left the sliding window: stale, never read
-        self.writable = 0  # positions it may write without asking the pool
-        self.dirty = 0  # table entries from this one on have changed since the last step
-        self.chain: list = []  # the prefix index's nodes of its full pages
-        self.keys: list[tuple[bytes, bytes]] = []  # key and tokens of each full page
+        self.tokens, self.rank = list(self.prompt), (0, self.id)
+        self.most = len(self.prompt) + self.max_new_tokens
 
     @property
     def owed(self) -> int:
@@ -192,4 +207,4 @@ class Request:
     @property
     def most_tokens(self) -> int:
         """Tokens that may ever be in the cache: the last one is returned, never computed."""
-        return len(self.prompt) + self.max_new_tokens - 1
+        return self.most - 1

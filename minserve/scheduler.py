@@ -193,23 +193,23 @@ class Scheduler:
 
         tokens: one per planned request; where a debt is not fully paid, it means nothing and is ignored.
         """
-        finished, S = [], self.pages.page_size
+        finished, S, window = [], self.pages.page_size, self.pages.window
         for (request, num_tokens), token in zip(plan, tokens, strict=True):
             if request.status is not RUNNING:
                 continue  # it was aborted while the step ran
-            request.computed += num_tokens
-            if request.computed % S < num_tokens or self.pages.window:  # a page is full, or out of the window
+            request.computed = computed = request.computed + num_tokens
+            if computed % S < num_tokens or window:  # a page is full, or out of the window
                 self.pages.settle(request)
-            if request.computed < len(request.tokens):
+            known = request.tokens
+            if computed < len(known):
                 continue  # mid-prompt: this chunk's logits predict a token that is known
-            made = len(request.tokens) - len(request.prompt)
-            if token in request.stop_ids and made >= request.params.min_tokens:
+            if token in request.stop_ids and len(known) >= len(request.prompt) + request.params.min_tokens:
                 self.finish(request, "stop")
-            else:
-                request.tokens.append(token)
-                if made + 1 >= request.max_new_tokens:
-                    self.finish(request, "length")
-            if request.status is Status.FINISHED:
+                finished.append(request)
+                continue
+            known.append(token)
+            if len(known) >= request.most:
+                self.finish(request, "length")
                 finished.append(request)
         return finished
 

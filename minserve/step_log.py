@@ -6,10 +6,10 @@ Times are seconds on the monotonic clock. A record holds numbers only, so it sta
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One request's part of a step."""
 
     request: int  # id
@@ -22,7 +22,7 @@ class Row:
 class Snapshot:
     """Who owned what when the step ran."""
 
-    tables: dict[int, list[int]]  # request id -> its page table
+    tables: dict[int, list[int]]  # request id -> its page table; -1 where a page has left the window
     references: list[int]  # per page
     indexed: dict[int, str]  # page -> the first digits of its key in the prefix index
     cached: list[int]  # unreferenced pages, least recently used first
@@ -96,8 +96,16 @@ def chrome_trace(log: list[StepRecord], path: Path | str) -> None:
         events.append(dict(name="pages", ph="C", ts=us(record.start), pid=0, args=pages))
         queue = dict(waiting=len(record.waiting), running=record.running)
         events.append(dict(name="requests", ph="C", ts=us(record.start), pid=0, args=queue))
+    tracks = {(0, None): "engine", (1, None): "requests"}
+    tracks |= {(1, row.request): f"request {row.request}" for record in log for row in record.rows}
     names = [
-        dict(name="process_name", ph="M", pid=pid, args={"name": name})
-        for pid, name in ((0, "engine"), (1, "requests"))
+        dict(
+            name="process_name" if tid is None else "thread_name",
+            ph="M",
+            pid=pid,
+            tid=tid or 0,
+            args={"name": name},
+        )
+        for (pid, tid), name in tracks.items()
     ]
     Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

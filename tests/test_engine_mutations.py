@@ -45,7 +45,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("engine", "rows=batch.last", "rows=batch.last - 1", "alone"),
     ("engine", "if token < 0:", "if token < -1:", "nan"),
     ("engine", "self._fail(request, its_own)", "self._fail(request, its_own); return news", "raise"),
-    ("engine", "except Exception as error:  # whatever", "except KeyError as error:  # whatever", "raise"),
+    ("engine", "except Exception:  # whatever", "except KeyError:  # whatever", "raise"),
     ("engine", "delta += self._end(request)[1]", "self._end(request)", "held"),
     ("engine", "self.scheduler.finish(request, \"stop\")\n", "pass\n", "stop"),
     ("engine", "self.abort(outputs[:i])", "pass", "queue"),
@@ -58,10 +58,9 @@ WRONG = [  # module, right, wrong, who must notice
     ("output", "if len(self.tokens) > self.request.params.min_tokens", "if True", "min"),
     ("output", "delta, stopped = self._stops.push(delta)", "_, stopped = self._stops.push(delta)", "stop"),
     ("output", "self.logprobs.append(logprobs)", "self.logprobs = [logprobs]", "logprobs"),
-    ("batch", "singles = [work for work in plan if work[1] == 1]", "singles = []", "alone"),
     ("batch", "+ 1] = tokens.int()", "] = tokens.int()", "alone"),
     ("batch", "request.dirty = end", "request.dirty = end + 1", "alone"),
-    ("batch", "if lengths[b] == len(r.tokens)", "if lengths[b] <= len(r.tokens)", "raise"),
+    ("batch", "host[3, :B] == known", "host[3, :B] <= known", "raise"),
 ]  # fmt: skip
 
 
@@ -79,8 +78,9 @@ def test_a_wrong_engine_is_noticed(monkeypatch, model, tokenizer, module, right,
         exec(compile(right_engine, "engine.py", "exec"), engine.__dict__)
     monkeypatch.setattr(test_engine, "Engine", engine.Engine)
     monkeypatch.setattr(test_engine, "LLM", engine.LLM)
-    with pytest.raises((AssertionError, Exception)) as noticed:
-        CASES[case](model, tokenizer)
+    run = CASES[case]
+    with pytest.raises(Exception) as noticed:  # a wrong answer, or whatever trouble it gets into
+        run(model, tokenizer)
     assert not isinstance(noticed.value, (SyntaxError, NameError))
 
 

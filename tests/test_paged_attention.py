@@ -130,9 +130,9 @@ def test_copies_read_before_they_write():
 
 
 # ---------------------------------------------------------------- batches
-def test_a_batch_is_the_plan_flattened_single_tokens_first():
+def test_a_batch_is_the_plan_flattened_single_tokens_first(packer_class=Packer):
     plan = plan_of([(4, 3), (9, 1), (0, 2), (17, 1)], 4, 30, None, 0)
-    packer = Packer(4, 64, 4)
+    packer = packer_class(4, 64, 4)
     batch = packer.pack(plan)
     assert [r.id for r, _ in batch.plan] == [1, 3, 0, 2] and batch.num_singles == 2
     flat = [(r, p) for r, n in batch.plan for p in range(r.computed, r.computed + n)]
@@ -183,6 +183,25 @@ WRONG = [
     ("source, target = torch.tensor(pairs", "target, source = torch.tensor(pairs"),
     ("batch.slots)", "batch.slots + 1)"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("return work[1] != 1", "return work[1] == 1"),
+        ("num_singles=counts.count(1)", "num_singles=len(counts)"),
+        ("for x in (host[2, 1:] - 1, host[0])", "for x in (host[2, 1:], host[0])"),
+        ("lengths=device_lengths[:B]", "lengths=computed[:B]"),
+        ("index_select(0, seats[:B])", "index_select(0, seats[:B].flip(0))"),
+    ],
+)
+def test_a_wrong_packer_is_noticed(right, wrong):
+    source = inspect.getsource(minserve.batch)
+    assert source.count(right) == 1, f"{source.count(right)} places hold {right}"
+    module = type(minserve)("wrong")
+    exec(compile(source.replace(right, wrong), "wrong.py", "exec"), module.__dict__)
+    with pytest.raises(AssertionError):
+        test_a_batch_is_the_plan_flattened_single_tokens_first(module.Packer)
 
 
 @pytest.mark.parametrize("right, wrong", WRONG, ids=[w[:40] for _, w in WRONG])

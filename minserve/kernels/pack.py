@@ -21,6 +21,7 @@ Trap     page * S passes 2**31 before memory ends when slots are small: slots ar
 Story    notebooks/07_continuous_batching.ipynb
 """
 
+import numpy as np
 import torch
 
 from minserve.kernels import on_triton, tl, triton
@@ -30,14 +31,22 @@ BLOCK = 128  # places per program
 
 # ---------------------------------------------------------------- the definition
 def pack_reference(seats, starts, computed, tokens, pages, page_size: int, total: int):
-    live = int(starts[-1])
-    place = torch.arange(live, dtype=torch.int32, device=starts.device)  # [live]
-    row = torch.searchsorted(starts, place, right=True) - 1  # the last row that starts at or before the place
-    position = (computed[row] + place - starts[row]).long()
+    """In numpy: the step waits for this on a CPU, and as many small tensors take several times as long."""
+    device = starts.device
+    seats, starts, computed, tokens, pages = (
+        x.cpu().numpy() for x in (seats, starts, computed, tokens, pages)
+    )
+    live = starts[-1]
+    place = np.arange(live)
+    row = np.searchsorted(starts, place, side="right") - 1  # the last row that starts at or before the place
+    position = computed[row] + place - starts[row]
     seat = seats[row]
-    slot = pages[seat, position // page_size].long() * page_size + position % page_size
-    padded = lambda x, value: torch.nn.functional.pad(x, (0, total - live), value=value)
-    return padded(tokens[seat, position].long(), 0), padded(position, 0), padded(slot, -1)
+    out = np.zeros((3, total), dtype=np.int64)  # ids, positions, slots
+    out[2, live:] = -1
+    out[0, :live] = tokens[seat, position]
+    out[1, :live] = position
+    out[2, :live] = pages[seat, position // page_size].astype(np.int64) * page_size + position % page_size
+    return torch.from_numpy(out).to(device).unbind()
 
 
 # ---------------------------------------------------------------- the kernel
@@ -78,6 +87,11 @@ def _pack_kernel(
 def pack(seats, starts, computed, tokens, pages, page_size: int, total: int):
     """Flat ids, positions and slots of a step. Shapes: see the module docstring."""
     _check(seats, starts, computed, tokens, pages, page_size, total)
+    return launch(seats, starts, computed, tokens, pages, page_size, total)
+
+
+def launch(seats, starts, computed, tokens, pages, page_size: int, total: int):
+    """Unchecked, for who made the buffers itself: looking at them again costs as much as packing them."""
     if not on_triton(starts):
         return pack_reference(seats, starts, computed, tokens, pages, page_size, total)
     ids, positions, slots = (

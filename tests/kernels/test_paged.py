@@ -76,10 +76,10 @@ WRONG = [
     ("paged_attention", "pages[b, j // S].long()", "pages[0, j // S].long()"),
     ("paged_attention", "cache[page, j % S]", "cache[page, (j + 1) % S]"),
     ("paged_attention", "lengths * (queries > 0)", "lengths + 0"),
-    ("pack", "right=True", "right=False"),
+    ("pack", 'side="right"', 'side="left"'),
     ("pack", "place - starts[row]", "place"),
-    ("pack", "padded(slot, -1)", "padded(slot, 0)"),
-    ("pack", "pages[seat, position // page_size].long() * page_size", "pages[seat, position // page_size]"),
+    ("pack", "out[2, live:] = -1", "pass"),
+    ("pack", ".astype(np.int64) * page_size", ""),
     ("pack", "seat = seats[row]", "seat = row"),
 ]
 
