@@ -25,7 +25,7 @@ from minserve.kernels.pack import launch
 from minserve.request import Request
 from minserve.step_log import Row
 
-_seat, _computed, _tokens = attrgetter("seat"), attrgetter("computed"), attrgetter("tokens")
+_seat, _computed, _tokens, _pages, _dirty = map(attrgetter, ("seat", "computed", "tokens", "pages", "dirty"))
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,11 @@ class Packer:
         self.tables = torch.zeros(seats, -(-context // page_size), dtype=torch.int32, device=device)
 
     def pack(self, plan: list[tuple[Request, int]]) -> Batch:
-        plan = sorted(plan, key=_is_chunk)  # single tokens first; otherwise as planned
-        requests, counts, B = [r for r, _ in plan], [n for _, n in plan], len(plan)
+        counts, B = [n for _, n in plan], len(plan)
+        if counts.count(1) < B:
+            plan = sorted(plan, key=_is_chunk)  # single tokens first; otherwise as planned
+            counts = [n for _, n in plan]
+        requests = [r for r, _ in plan]
         fresh = self._write_tables(requests)
         # attrgetter and fromiter: the loops over rows run in C
         host = np.zeros(
@@ -101,8 +104,8 @@ class Packer:
     def _write_tables(self, requests: list[Request]) -> list[Request]:
         """Bring seats up to date: all of a request that is new here, else what its page table gained."""
         fresh, rows, columns, pages = [], [], [], []
-        for request in requests:
-            dirty, end = request.dirty, len(request.pages)
+        dirty_from, ends = map(_dirty, requests), map(len, map(_pages, requests))
+        for request, dirty, end in zip(requests, dirty_from, ends):
             if dirty == end:
                 continue
             if dirty == 0:

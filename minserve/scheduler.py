@@ -117,7 +117,7 @@ class Scheduler:
         self.steps += 1
         plan: Plan = []
         self.gave_way = []
-        spare = self.token_budget - sum(len(r.tokens) - r.computed == 1 for r in self.running)
+        spare = self.token_budget - [len(r.tokens) - r.computed for r in self.running].count(1)
 
         for request in list(self.running):  # best rank first: whoever is preempted is not planned yet
             if request.status is not RUNNING:

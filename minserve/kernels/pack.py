@@ -37,9 +37,8 @@ def pack_reference(seats, starts, computed, tokens, pages, page_size: int, total
         x.cpu().numpy() for x in (seats, starts, computed, tokens, pages)
     )
     live = starts[-1]
-    place = np.arange(live)
-    row = np.searchsorted(starts, place, side="right") - 1  # the last row that starts at or before the place
-    position = computed[row] + place - starts[row]
+    row = np.repeat(np.arange(len(seats)), starts[1:] - starts[:-1])  # [live]: whose place is it
+    position = np.arange(live) + (computed - starts[:-1])[row]
     seat = seats[row]
     out = np.zeros((3, total), dtype=np.int64)  # ids, positions, slots
     out[2, live:] = -1
