@@ -12,6 +12,12 @@ Story    notebooks/07_continuous_batching.ipynb, notebooks/05_paged_attention.ip
 
 import math
 import random
+import sys
+
+try:
+    import resource
+except ImportError:
+    resource = None
 
 from minserve.bench.common import Options, chosen, clean_up, label, load, on_gpu
 from minserve.bench.overhead import Stub
@@ -48,6 +54,10 @@ def run(options: Options) -> Report:
     memory(report, options, model, f"{name}, {count} answers, uniform", short, long, seats, count)
     clean_up()
     fragmentation(report, options)
+    if resource:  # not on Windows
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        note = "weights, pools of all sides one after another, PyTorch itself"
+        report.add(Row(f"{name}: peak memory of this process", "GB", [peak / 1e9], note=note))
     return report
 
 
@@ -73,15 +83,15 @@ def policies(report: Report, options: Options, model, case: str, work, seats: in
 def memory(
     report: Report, options: Options, model, case: str, short: int, long: int, seats: int, count: int
 ) -> None:
-    """Reservation against pages: memory for a third of the seats, if each kept room for the longest answer."""
+    """Reservation against pages: memory for half of the seats, if each kept room for the longest answer."""
     work = ragged(model.config.vocab_size, count, (16, 16), uniform(short // 2, long), seed=2)
-    pages, seen = pool_for(max(1, seats // 3), work.longest), {}
+    pages, seen = pool_for(seats // 2, work.longest), {}
 
     def side(who, pool):
         def once():
             llm = engine(model, Scheduler, pool, pages, seats)
             seconds, _ = serve(llm, work)
-            seen[who] = max(len(record.rows) for record in llm.log), waste(llm), llm.scheduler.preemptions
+            seen[who] = at_once(llm), waste(llm), llm.scheduler.preemptions
             return work.new_tokens / seconds
 
         return once
@@ -91,17 +101,17 @@ def memory(
         sides, warmup=0, repeats=options.repeats, at_most=options.at_most, each=options.progress(case)
     )
     for who, rates in samples.items():
-        at_once, wasted, preempted = seen[who]
-        note = f"{at_once} at once, {wasted:.0%} of the slots in use empty, {preempted} preempted"
+        together, wasted, preempted = seen[who]
+        note = f"{together:.1f} at once, {wasted:.0%} of the slots in use empty, {preempted} preempted"
         report.add(Row(f"{case}, {pages} pages: {who}", "tok/s", rates, note=note))
     fit = min(seats, pages / mean_pages(work)) / (pages // pages_for(work.longest, PAGE))
     most = seen["reserved"][0] * fit
-    note = "bound: the reserved ones times what pages let in, at the pages requests hold on average"
+    note = "while others wait; bound: the reserved ones times what pages let in, at the pages held on average"
     report.add(
         Row(f"{case}, {pages} pages: paged, at once", "requests", [seen["paged"][0]], most, 0.90, note)
     )
     ratios = [b / a for a, b in zip(*samples.values())]
-    report.add(Row(f"{case}, {pages} pages: paged / reserved", "x", ratios, fit))
+    report.add(Row(f"{case}, {pages} pages: paged / reserved", "x", ratios, fit, 0.90))
 
 
 def fragmentation(report: Report, options: Options) -> None:
@@ -119,10 +129,17 @@ def fragmentation(report: Report, options: Options) -> None:
             log_length=1_000_000,
         )
         serve(llm, work)
-        at_once = sum(len(record.rows) for record in llm.log) / len(llm.log)
-        note = f"{at_once:.1f} requests at once on average, in memory for 8 of 4,095 tokens"
+        note = f"{at_once(llm):.1f} requests at once while others wait, in memory for 8 of 4,095 tokens"
         case = f"conversation lengths, stub model: slots in use that hold a token, {who}"
         report.add(Row(case, "share", [1 - waste(llm)], 1.0, target, note))
+
+
+def at_once(llm: LLM) -> float:
+    """Requests in a step, on average over the steps in which others waited."""
+    full = [len(record.rows) for record in llm.log if record.waiting] or [
+        len(record.rows) for record in llm.log
+    ]
+    return sum(full) / len(full)
 
 
 def lognormal(rng: random.Random, median: float, mean: float, count: int) -> list[int]:

@@ -24,7 +24,7 @@ DECODING = 8
 def run(options: Options) -> Report:
     report = options.report()
     model = load(chosen(options)[0], options.dtype)
-    long, budget, prompts = (64, 24, 1) if options.quick else (8192, 512, 6) if on_gpu() else (1024, 72, 3)
+    long, budget, prompts = (64, 24, 1) if options.quick else (8192, 512, 6) if on_gpu() else (4096, 264, 2)
     prompt = random_prompt(model.config, long)
     case = f"{label(options.model)} {options.dtype_name}, {DECODING} decoding, prompts of {long}"
     worst = {"whole": [], "chunked": []}
@@ -70,6 +70,7 @@ def interrupted(
     steady = [llm.add(prompt[i : i + 16], SamplingParams(ignore_eos=True))[0] for i in range(DECODING)]
     while any(output.request.owed > 1 for output in steady) or not all(output.tokens for output in steady):
         llm.step()
+    before = llm.log[-1]  # the first gap begins with the token before the first long prompt
     llm.log.clear()
     for _ in range(prompts):
         (visitor,) = llm.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -80,7 +81,7 @@ def interrupted(
     log = list(llm.log)
     llm.close()
     ids = {output.request.id for output in steady}
-    ends = {i: [r.start + r.total for r in log for row in r.rows if row.request == i] for i in ids}
+    ends = {i: [r.start + r.total for r in (before, *log) for row in r.rows if row.request == i] for i in ids}
     gaps = [b - a for times in ends.values() for a, b in zip(times, times[1:])]
     return sum(r.total for r in log), sum(r.num_tokens for r in log), gaps
 
