@@ -33,6 +33,9 @@ class Options:
         words += [f"--model {label(args.model)}"] if args.model else []
         words += [f"--dtype {args.dtype}"] if args.dtype else []
         words += ["--quick"] if args.quick else []
+        words += (
+            ["--vllm-python PYTHON"] if getattr(args, "vllm_python", None) else []
+        )  # where it lies is nobody's business
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
         return cls(name, " ".join(words), args.model, dtype, args.quick, getattr(args, "vllm_python", None))
 
