@@ -25,6 +25,14 @@ def test_numbers_are_the_recorded_ones():
     assert sentence[1] == f"{recorded('decode_cpu', 'minserve / transformers'):.2f}"
     assert sentence[2] == f"{recorded('prefill_cpu', 'minserve / transformers'):.2f}"
     assert first_token[1] == f"{recorded('cold_start_cpu', 'cold start'):.1f}"
+    deciding = re.search(r"takes (\d+) µs", README)
+    assert deciding[1] == f"{recorded('overhead_cpu', '256 sequences: schedule + pack') * 1e6:.0f}"
+
+
+def test_the_table_against_others_is_the_recorded_one():
+    rows = dict(re.findall(r"^\| (minserve|transformers[^|]*|vLLM[^|]*) \| (\d+) \|$", README, re.MULTILINE))
+    names = ["minserve", "transformers, static", "transformers, continuous", "vLLM"]
+    assert list(rows.values()) == [f"{recorded('peers_cpu', f'requests: {name}'):.0f}" for name in names]
 
 
 def test_every_notebook_is_in_the_table():
