@@ -163,6 +163,23 @@ def test_streamed_text_is_the_text(model, tokenizer):
         assert "".join(deltas) == output.text == tokenizer.decode(output.tokens) != ""
 
 
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_a_stream_goes_on_after_a_preemption_without_a_seam(model, tokenizer, stop):
+    """Four tokens are out when the request loses its pages; what was said is neither said again nor lost."""
+    e = engine(model, tokenizer)
+    outputs = [e.add(p, replace(FREE, stop=stop))[0] for p in PROMPTS]
+    heard = {output: "" for output in outputs}
+    for turn in range(60):
+        for output, text in e.step():
+            heard[output] += text
+        if turn in (3, 6):
+            for request in list(e.scheduler.running):
+                e.scheduler.preempt(request)
+    assert all(o.request.preemptions == 2 for o in outputs)
+    for output, prompt in zip(outputs, PROMPTS):
+        assert heard[output] == output.text == tokenizer.decode(alone(model, prompt))
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_a_stop_string_never_shows(model, tokenizer, cut, length):
