@@ -57,45 +57,8 @@ def chrome_trace(log: list[StepRecord], path: Path | str) -> None:
 
     One track for the engine's phases, one per request (prefill and decode spans), counters for pages and the queue.
     """
-    events, zero = [], log[0].start if log else 0.0
-    us = lambda seconds: (seconds - zero) * 1e6
-    for record in log:
-        begin = record.start
-        for phase, seconds in record.seconds.items():
-            events.append(
-                dict(
-                    name=phase,
-                    ph="X",
-                    ts=us(begin),
-                    dur=seconds * 1e6,
-                    pid=0,
-                    tid=0,
-                    args={"step": record.step},
-                )
-            )
-            begin += seconds
-        for row in record.rows:
-            kind = "decode" if row.num_tokens == 1 and row.sampled else "prefill"
-            args = dict(step=record.step, tokens=row.num_tokens, computed=row.computed)
-            events.append(
-                dict(
-                    name=kind,
-                    ph="X",
-                    ts=us(record.start),
-                    dur=record.total * 1e6,
-                    pid=1,
-                    tid=row.request,
-                    args=args,
-                )
-            )
-        for request, reason in record.finished.items():
-            events.append(dict(name=reason, ph="i", s="t", ts=us(begin), pid=1, tid=request))
-        for request in record.preempted:
-            events.append(dict(name="preempted", ph="i", s="t", ts=us(record.start), pid=1, tid=request))
-        pages = dict(free=record.free, cached=record.cached, in_use=record.in_use)
-        events.append(dict(name="pages", ph="C", ts=us(record.start), pid=0, args=pages))
-        queue = dict(waiting=len(record.waiting), running=record.running)
-        events.append(dict(name="requests", ph="C", ts=us(record.start), pid=0, args=queue))
+    zero = log[0].start if log else 0.0
+    events = [event for record in log for event in _events(record, lambda seconds: (seconds - zero) * 1e6)]
     tracks = {(0, None): "engine", (1, None): "requests"}
     tracks |= {(1, row.request): f"request {row.request}" for record in log for row in record.rows}
     names = [
@@ -109,3 +72,29 @@ def chrome_trace(log: list[StepRecord], path: Path | str) -> None:
         for (pid, tid), name in tracks.items()
     ]
     Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+
+
+def _events(record: StepRecord, us):
+    """One step: process 0 is the engine, process 1 has a thread per request; us() turns seconds into trace time."""
+    begin, start = record.start, us(record.start)
+    for phase, seconds in record.seconds.items():
+        span = dict(ph="X", ts=us(begin), dur=seconds * 1e6, pid=0, tid=0)
+        yield dict(span, name=phase, args={"step": record.step})
+        begin += seconds
+    for row in record.rows:
+        kind = "decode" if row.num_tokens == 1 and row.sampled else "prefill"
+        args = dict(step=record.step, tokens=row.num_tokens, computed=row.computed)
+        yield dict(name=kind, ph="X", ts=start, dur=record.total * 1e6, pid=1, tid=row.request, args=args)
+    for request, reason in record.finished.items():
+        yield dict(name=reason, ph="i", s="t", ts=us(begin), pid=1, tid=request)
+    for request in record.preempted:
+        yield dict(name="preempted", ph="i", s="t", ts=start, pid=1, tid=request)
+    pages = dict(free=record.free, cached=record.cached, in_use=record.in_use)
+    yield dict(name="pages", ph="C", ts=start, pid=0, args=pages)
+    yield dict(
+        name="requests",
+        ph="C",
+        ts=start,
+        pid=0,
+        args=dict(waiting=len(record.waiting), running=record.running),
+    )
