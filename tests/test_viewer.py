@@ -255,7 +255,7 @@ WRONG = [
     (check_timeline, timeline, "last=i, num_tokens", "last=i - 1, num_tokens"),
     (check_timeline, timeline, "if request in record.preempted:", "if request in record.waiting:"),
     (check_timeline, timeline, "begin + record.total", "begin"),
-    (check_trace, step_log, "            begin += seconds\n", ""),
+    (check_trace, step_log, "        begin += seconds\n", ""),
     (check_trace, step_log, "tid=row.request", "tid=record.step"),
     (check_trace, step_log, "dur=seconds * 1e6", "dur=seconds * 1e3"),
     (check_trace, step_log, "tokens=row.num_tokens", "tokens=row.computed"),
