@@ -62,7 +62,9 @@ def test_peak_bytes_sees_what_is_gone_afterwards():
     size = 256 << 20
 
     def use_and_forget():
-        float(torch.ones(size // 4, device="cuda" if torch.cuda.is_available() else "cpu").sum())
+        gone = torch.ones(size // 4, device="cuda" if torch.cuda.is_available() else "cpu")
+        for _ in range(5):
+            float(gone.sum())
 
     assert 0.8 * size < look.peak_bytes(use_and_forget) < 2 * size
     assert look.peak_bytes(lambda: None) < size / 10

@@ -72,6 +72,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     watcher = threading.Thread(target=watch)
     size()
     watcher.start()
+    while len(sizes) < 2:  # until it looks: on a busy machine a thread may start late
+        time.sleep(0.0005)
     try:
         run()
     finally:
