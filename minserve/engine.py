@@ -240,8 +240,8 @@ class Engine:
         except Exception as error:
             output.error, request.finish_reason = output.error or error, "error"
             return output, ""
-        if stopped:
-            request.finish_reason = "stop"
+        if stopped and request.finish_reason == "length":
+            request.finish_reason = "stop"  # what was held back completed a stop string
         return output, delta
 
     # ------------------------------------------------------------ when something goes wrong
@@ -282,21 +282,22 @@ class Engine:
 
     # ------------------------------------------------------------ the log
     def _record(self, start: float) -> StepRecord:
-        """What the step found; _run adds the rows it computes."""
+        """What the step found; _settle adds the rows it computed."""
         s, pages = self.scheduler, self.pages
         return StepRecord(
             s.steps, start, {}, [], [r.id for r in s.waiting[:64]], len(s.running), len(pages.free),
-            len(pages.cached), pages.in_use, list(s.gave_way), {}, self._snapshot() if self.snapshots else None,
+            len(pages.cached), pages.in_use, list(s.gave_way), {},
+            self._snapshot() if self.snapshots else None, max(0, len(s.waiting) - 64),
         )  # fmt: skip
 
     def _snapshot(self) -> Snapshot:
         pages = self.pages
         known = {page: node.key.hex()[:6] for page, node in enumerate(pages.nodes) if node}
         tables = {}
-        for (
-            r
-        ) in self.scheduler.running:  # -1 where a page has left the window and may be somebody else's by now
-            stale = range(pages.sink_pages, r.returned)
+        for r in self.scheduler.running:
+            stale = range(
+                pages.sink_pages, r.returned
+            )  # they left the window, and may be somebody else's by now
             tables[r.id] = [-1 if i in stale else page for i, page in enumerate(r.pages)]
         return Snapshot(tables, list(pages.references), known, list(pages.cached))
 

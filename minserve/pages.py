@@ -161,6 +161,9 @@ class PagePool:
             return False
         if copy:
             theirs, own = request.pages[first], self._take()
+            self.copies = [
+                c for c in self.copies if c[1] != own
+            ]  # its last owner gave it back before the step ran
             self.copies.append((theirs, own))
             self._drop(theirs)
             request.pages[first] = own

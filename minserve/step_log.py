@@ -34,7 +34,7 @@ class StepRecord:
     start: float
     seconds: dict[str, float]  # "schedule", "pack", "model", "sample", "commit", "text"
     rows: list[Row]
-    waiting: list[int]  # request ids, in the order they will be served
+    waiting: list[int]  # ids of the first 64 in the queue, in the order they will be served
     running: int
     free: int  # pages
     cached: int
@@ -42,6 +42,7 @@ class StepRecord:
     preempted: list[int] = field(default_factory=list)
     finished: dict[int, str] = field(default_factory=dict)  # request id -> reason
     snapshot: Snapshot | None = None
+    behind: int = 0  # how many more wait behind those
 
     @property
     def num_tokens(self) -> int:
@@ -96,5 +97,5 @@ def _events(record: StepRecord, us):
         ph="C",
         ts=start,
         pid=0,
-        args=dict(waiting=len(record.waiting), running=record.running),
+        args=dict(waiting=len(record.waiting) + record.behind, running=record.running),
     )

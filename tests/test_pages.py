@@ -127,6 +127,18 @@ def test_whoever_writes_first_copies_also_if_it_is_the_leader():
     pool.check([leader, child])
 
 
+def test_a_page_is_the_target_of_one_copy_only():
+    """Who copied may be preempted before the step runs; the page it gave back is the next one's to copy into."""
+    pool = PagePool(8, 4)
+    leaders = [serve(pool, range(start, start + 6)) for start in (0, 100)]
+    first, second = (request(leader.prompt, leader=leader) for leader in leaders)
+    assert pool.fork(first, leaders[0]) and pool.grow(first, 1)
+    page = first.pages[1]
+    pool.release(first)
+    assert pool.fork(second, leaders[1]) and pool.grow(second, 1) and second.pages[1] == page
+    assert pool.copies == [(leaders[1].pages[1], page)]
+
+
 def test_a_copy_counts_as_a_page():
     pool = PagePool(2, 4)
     leader = serve(pool, 6)
