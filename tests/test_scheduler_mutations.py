@@ -24,7 +24,7 @@ WRONG = [
      "if max(0, new) + copy > self.available:\n            return False",
      "if max(0, new) + copy > self.available:\n            request.pages += [self._take() for _ in "
      "range(self.available)]\n            return False", "test_pages.test_grow_is_all_or_nothing()"),
-    ("a copy for one who is gone", pages, "self.copies = [c for c in self.copies if c[1] != own]", "pass",
+    ("a copy for one who is gone", pages, "c for c in self.copies if c[1] != own", "c for c in self.copies",
      "test_pages.test_a_page_is_the_target_of_one_copy_only()"),
     ("nothing is copied on write", pages,
      "copy = first < len(request.pages) and self._is_shared(request.pages[first])", "copy = False", "days"),
