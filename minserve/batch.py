@@ -117,7 +117,7 @@ class Packer:
             pages += request.pages[dirty:]
             request.dirty = end
         if pages and self.device.type == "cpu":
-            self.tables.numpy()[rows, columns] = pages  # the same memory, a tenth of the time
+            self.tables.numpy()[rows, columns] = pages  # the same memory, without the dispatch of a tensor
         elif pages:
             at = torch.tensor([rows, columns]).to(self.device)
             self.tables[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32).to(self.device)

@@ -204,11 +204,12 @@ def test_held_back_text_comes_out_at_the_end(model, tokenizer):
 
 def test_a_stop_string_in_the_last_token_allowed_is_a_stop(model, tokenizer):
     full = tokenizer.decode(alone(model, PROMPTS[0]))
+    last = max(i for i in range(0, len(full), 2) if full.index(full[i : i + 2]) == i)  # where a token is new
+    assert last > 0
     e = engine(model, tokenizer)
-    e.add(PROMPTS[0], replace(FREE, stop=full[-2:]))
+    e.add(PROMPTS[0], replace(FREE, stop=full[last : last + 2], max_tokens=last // 2 + 1))
     ((output, _),) = run(e).items()
-    assert output.finish_reason == "stop" or full.index(full[-2:]) < len(full) - 2
-    assert output.text == full[: full.index(full[-2:])]
+    assert output.finish_reason == "stop" and output.text == full[:last]
 
 
 def test_min_tokens_come_before_any_stop_string(model, tokenizer):
@@ -216,8 +217,8 @@ def test_min_tokens_come_before_any_stop_string(model, tokenizer):
     e = engine(model, tokenizer)
     e.add(PROMPTS[0], replace(FREE, stop=full[2], min_tokens=6))
     ((output, deltas),) = run(e).items()
-    assert len(output.tokens) > 6 or output.finish_reason == "length"
     assert output.text[:12] == full[:12] and "".join(deltas) == output.text
+    assert full[2] not in output.text[12:] and len(output.tokens) >= 6  # from then on it ends the text
 
 
 def test_the_end_of_sequence_token_is_no_text(checkpoints, editable, tokenizer, model):
@@ -373,10 +374,10 @@ def test_abort_at_any_moment_gives_everything_back(model, after):
     group = e.add(PROMPTS[2], replace(FREE, n=3, max_tokens=3))
     for _ in range(after):
         e.step()
-    held = e.pages.in_use
     news = e.abort(group)
     assert all(o.finished for o in group) and {o for o, _ in news} <= set(group)
-    assert e.pages.in_use < held or not news or after == 0
+    e.pages.check([stays[0].request])
+    assert e.pages.in_use == len(stays[0].request.pages)  # nothing else holds a page now
     assert e.abort(group) == []  # twice is once
     run(e)
     assert stays[0].tokens == alone(model, PROMPTS[0], replace(FREE, max_tokens=20))

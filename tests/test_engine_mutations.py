@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import pytest
 import test_engine
@@ -20,6 +21,7 @@ CASES = {  # a name for each test to be rerun
     "logprobs": lambda m, t: test_engine.test_logprobs_name_the_chosen_token_and_the_best(m),
     "stream": lambda m, t: test_engine.test_streamed_text_is_the_text(m, t),
     "stop": lambda m, t: test_engine.test_a_stop_string_never_shows(m, t, 1, 3),
+    "last": lambda m, t: test_engine.test_a_stop_string_in_the_last_token_allowed_is_a_stop(m, t),
     "held": lambda m, t: test_engine.test_held_back_text_comes_out_at_the_end(m, t),
     "min": lambda m, t: test_engine.test_min_tokens_come_before_any_stop_string(m, t),
     "raise": lambda m, t: test_engine.test_one_failing_request_fails_alone(m, "raise", "injected", 4),
@@ -48,6 +50,8 @@ WRONG = [  # module, right, wrong, who must notice
     ("engine", "except Exception:  # whatever", "except KeyError:  # whatever", "raise"),
     ("engine", "delta += self._end(request)[1]", "self._end(request)", "held"),
     ("engine", "self.scheduler.finish(request, \"stop\")\n", "pass\n", "stop"),
+    ("engine", 'request.finish_reason = "stop"  # also', "pass  # also", "last"),
+    ("engine", "            if not output.finished:", "            if not output.finished and not output.index:", "abort"),
     ("engine", "self.abort(outputs[:i])", "pass", "queue"),
     ("engine", "late = self.scheduler.expire(time.monotonic())", "late = []", "deadline"),
     ("engine", "prompt, params or SamplingParams(), priority=priority, deadline=deadline, salt=salt",
@@ -72,7 +76,7 @@ def test_a_wrong_engine_is_noticed(monkeypatch, model, tokenizer, module, right,
     exec(compile(source.replace(right, wrong), f"{module}.py", "exec"), broken.__dict__)
     engine = broken
     if module != "engine":  # an engine that uses the broken part
-        monkeypatch.setitem(importlib.import_module("sys").modules, f"minserve.{module}", broken)
+        monkeypatch.setitem(sys.modules, f"minserve.{module}", broken)
         engine = type(pytest)("minserve.engine")
         right_engine = inspect.getsource(importlib.import_module("minserve.engine"))
         exec(compile(right_engine, "engine.py", "exec"), engine.__dict__)

@@ -25,7 +25,6 @@ from minserve.bench.workload import (
     PAGE,
     Work,
     bimodal,
-    ideal_steps,
     pool_for,
     ragged,
     reserving,
@@ -34,6 +33,7 @@ from minserve.bench.workload import (
     waste,
 )
 from minserve.engine import LLM
+from minserve.lab.batching import continuous_steps, static_steps
 from minserve.lab.measure import in_turn
 from minserve.lab.report import Report, Row
 from minserve.pages import PagePool, pages_for
@@ -74,7 +74,7 @@ def policies(report: Report, options: Options, model, case: str, work, seats: in
     )
     for who, rates in samples.items():
         report.add(Row(f"{case}: {who}", "tok/s", rates))
-    ideal = ideal_steps(work.lengths, seats, True) / ideal_steps(work.lengths, seats, False)
+    ideal = static_steps(work.lengths, seats) / continuous_steps(work.lengths, seats)
     ratios = [b / a for a, b in zip(*samples.values())]
     note = f"ideal {ideal:.2f}x, from the lengths: what continuous batching can gain here"
     report.add(Row(f"{case}: continuous / static", "x", ratios, ideal, 0.90, note))

@@ -1,10 +1,9 @@
 """Many requests as work that can be repeated: prompts, how many tokens each makes, and the engine that serves them.
 
 Lengths are fixed before the run and no end token counts, so every policy does the same work and equal tokens can be
-asked for. `ideal_steps` says how many decode steps a policy needs at least, from the lengths alone.
+asked for.
 """
 
-import heapq
 import random
 import time
 from dataclasses import dataclass
@@ -80,16 +79,6 @@ def serve(llm: LLM, work: Work) -> tuple[float, list[Output]]:
 def rate(model: Model, work: Work, **options) -> float:
     """Output tokens per second of a fresh engine with these options."""
     return work.new_tokens / serve(LLM(model, page_size=PAGE, **options), work)[0]
-
-
-def ideal_steps(lengths: list[int], seats: int, static: bool) -> int:
-    """Decode steps at least: a static batch lasts as long as its longest; else a free seat is taken at once."""
-    if static:
-        return sum(max(lengths[i : i + seats]) for i in range(0, len(lengths), seats))
-    ends = [0] * seats
-    for length in lengths:
-        heapq.heappush(ends, heapq.heappop(ends) + length)
-    return max(ends)
 
 
 def waste(llm: LLM) -> float:

@@ -31,7 +31,7 @@ BLOCK = 128  # places per program
 
 # ---------------------------------------------------------------- the definition
 def pack_reference(seats, starts, computed, tokens, pages, page_size: int, total: int):
-    """In numpy: the step waits for this on a CPU, and as many small tensors take several times as long."""
+    """In numpy: the step waits for this on a CPU, and each small tensor operation would pay its dispatch."""
     device = starts.device
     seats, starts, computed, tokens, pages = (
         x.cpu().numpy() for x in (seats, starts, computed, tokens, pages)
@@ -90,7 +90,7 @@ def pack(seats, starts, computed, tokens, pages, page_size: int, total: int):
 
 
 def launch(seats, starts, computed, tokens, pages, page_size: int, total: int):
-    """Unchecked, for who made the buffers itself: looking at them again costs as much as packing them."""
+    """Unchecked, for who made the buffers itself and need not look at them again in every step."""
     if not on_triton(starts):
         return pack_reference(seats, starts, computed, tokens, pages, page_size, total)
     ids, positions, slots = (
@@ -128,7 +128,7 @@ def _check(seats, starts, computed, tokens, pages, page_size, total):
 
 
 def _check_values(seats, starts, computed, tokens_shape, pages_shape, page_size, total):
-    counts = starts[1:] - starts[:-1]  # [B], numpy: a fraction of the time of as many small tensors
+    counts = starts[1:] - starts[:-1]  # [B], in numpy, as the definition
     if starts[0] or (counts < 0).any() or starts[-1] > total:
         raise ValueError(f"pack: starts {starts.tolist()} must rise from 0 to at most total = {total}")
     busy = counts > 0
