@@ -99,7 +99,7 @@ def draw(
 
 def against_page_size(left, right, sizes, waste, mean_length: float, seconds) -> None:
     """Two costs of a page's size: the empty share (dashed: half a page per request), and the pool's time."""
-    left.plot(sizes, [100 * share for share in waste], "o-", color=MEASURED, markersize=4)
+    left.plot(sizes, [100 * share for share in waste], "o", color=MEASURED, markersize=4)
     left.plot(sizes, [100 * size / (2 * mean_length + size) for size in sizes], "--", color=BOUND)
     right.plot(sizes, [1e6 * s for s in seconds], "s-", color=LINES[1][0], markersize=4)
     left.set(ylabel="empty, % of the memory")
