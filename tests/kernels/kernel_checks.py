@@ -49,6 +49,12 @@ def wide(x, extra=5):
     return room.as_strided(x.shape, (row + extra, *x.stride()[1:]))
 
 
+def moat_int(x):
+    room = torch.full((len(x) + 5,), -99, dtype=x.dtype, device=x.device)
+    room[2 : 2 + len(x)] = x
+    return room[2 : 2 + len(x)]
+
+
 def starts(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
@@ -93,6 +99,30 @@ def check_kv_write(module, slots=(5, -1, 0, 7), S=8, G=2, D=24, dtype=torch.floa
         assert torch.equal(got, expected)
         room = got.as_strided((S + 5, G, D), got.stride(), got.storage_offset() - 2 * G * D)
         assert room[:2].isnan().all() and room[-3:].isnan().all()  # the memory around the cache is untouched
+
+
+def check_rope_and_write(
+    module, slots=(5, -1, 0, 7), H=6, G=2, D=24, norms=True, dtype=torch.float32, seed=0, size=1.0
+):
+    """Slots in between, the token without one, and all around the caches keep their NaN; the values are exact."""
+    T, S, C = len(slots), 8, 40
+    qkv = wide(randn(T, (H + 2 * G) * D, dtype=dtype, seed=seed) * size)
+    angle = torch.arange(C, device=DEVICE)[:, None] * torch.linspace(2.0, 0.1, D // 2, device=DEVICE)
+    turns = moat(torch.cat((angle.cos(), angle.sin()), -1))
+    positions = moat_int((C - 1 - 7 * torch.arange(T, device=DEVICE)) % C)
+    slots = moat_int(torch.tensor(slots, dtype=torch.int64, device=DEVICE))
+    weights = [moat(randn(D, dtype=dtype, seed=seed + i) + 1) if norms else None for i in (1, 2)]
+    eps, before = 1e-2, qkv.clone()  # large enough that a forgotten or misplaced eps shows
+    results = []
+    for run in (module.rope_and_write, module.rope_and_write_reference):
+        pool = torch.full((2 + S + 3, 2, G, D), NAN, dtype=dtype, device=DEVICE)
+        caches = pool[2 : 2 + S].unbind(1)  # slots lie twice as far apart as they are long
+        results.append((run(qkv, turns, positions, slots, *caches, *weights, eps), pool))
+    (got, cache), (expected, expected_cache) = results
+    close(got, expected)
+    assert got.is_contiguous() and torch.equal(qkv, before)
+    torch.testing.assert_close(cache, expected_cache, **TOLERANCE[dtype], equal_nan=True)
+    torch.testing.assert_close(cache[:, 1], expected_cache[:, 1], rtol=0, atol=0, equal_nan=True)
 
 
 def check_stream(module, numel=10_000, dtype=torch.float32, seed=0):

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_checks import DEVICE, NAN, close, moat, randn, starts, wide
+from kernel_checks import DEVICE, NAN, close, moat, moat_int, randn, starts, wide
 
 NOWHERE = (1_000_000, -7)  # page ids in entries nobody needs
 
@@ -101,12 +101,6 @@ def pack_case(queries, computed, N=7, C=40, S=4, extra=3, far=False, seed=0):
         S,
         sum(queries) + extra,
     )
-
-
-def moat_int(x):
-    room = torch.full((len(x) + 5,), -99, dtype=x.dtype, device=x.device)
-    room[2 : 2 + len(x)] = x
-    return room[2 : 2 + len(x)]
 
 
 def check_pack(module, queries, computed, **shape):

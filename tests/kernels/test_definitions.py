@@ -7,7 +7,7 @@ from kernel_checks import decode_case, prefill_case, randn
 
 from minserve import kernels
 from minserve.kernels import decode_attention as decode
-from minserve.kernels import kv_write, rms_norm, rope, silu_mul, stream
+from minserve.kernels import kv_write, rms_norm, rope, rope_and_write, silu_mul, stream
 from minserve.kernels import prefill_attention as prefill
 
 
@@ -45,6 +45,37 @@ def test_kv_write_one_token_at_a_time():
         expected_a[slot], expected_b[slot] = k[t], v[t]
     kv_write.kv_write_reference(k, v, a, b, torch.tensor([4, -1, 1], device=k.device))
     assert torch.equal(a, expected_a) and torch.equal(b, expected_b)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_and_write_is_transformers(norms):
+    """Qwen3's attention up to its cache: its own norm module, its own rotation, one token at a time into slots."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    (H, G, D), slots = (6, 2, 16), [4, -1, 1]
+    q, k, v = randn(3, H, D), randn(3, G, D, seed=1), randn(3, G, D, seed=2)
+    angle = torch.arange(9, device=q.device)[:, None] / 10000 ** (
+        torch.arange(D // 2, device=q.device) / (D // 2)
+    )
+    weights = [randn(D, seed=3), randn(D, seed=4)] if norms else [None, None]
+    caches = [torch.zeros(6, G, D, device=q.device) for _ in range(2)]
+    positions = torch.tensor([8, 0, 3], device=q.device)
+    got = rope_and_write.rope_and_write_reference(
+        torch.cat([x.flatten(1) for x in (q, k, v)], 1), torch.cat((angle.cos(), angle.sin()), -1),
+        positions, torch.tensor(slots, device=q.device), *caches, *weights, 1e-2,
+    )  # fmt: skip
+    if norms:
+        for x, weight in ((q, weights[0]), (k, weights[1])):
+            norm = Qwen3RMSNorm(D, eps=1e-2).to(q.device)
+            norm.weight.data = weight
+            x.copy_(norm(x).detach())
+    both = torch.cat((angle, angle), -1)[None, positions]
+    q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], both.cos(), both.sin())
+    torch.testing.assert_close(got, q[0].transpose(0, 1))
+    for cache, x in zip(caches, (k[0].transpose(0, 1), v), strict=True):
+        expected = torch.zeros_like(cache)
+        expected[4], expected[1] = x[0], x[2]
+        torch.testing.assert_close(cache, expected)
 
 
 def seen_by(queries, keys, window=None, sinks=0):
@@ -114,7 +145,7 @@ def test_the_package_runs_without_triton(tmp_path):
     names = (
         "decode_attention kv_write pack paged_attention paged_prefill prefill_attention rms_norm rope".split()
     )
-    names += "silu_mul stream".split()
+    names += "rope_and_write silu_mul stream".split()
     code = f"""
 import torch
 from minserve import kernels

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import kernel_checks as checks
 import pytest
+import torch
 
 from minserve import kernels
 from minserve.kernels import INTERPRETED, silu_mul
@@ -31,6 +32,11 @@ def battery(name, module):
         checks.check_silu_mul(module, T=2, C=silu_mul.BLOCK_C + 100)
     elif name == "kv_write":
         checks.check_kv_write(module)
+    elif name == "rope_and_write":
+        for norms in (False, True):
+            checks.check_rope_and_write(module, norms=norms)
+            checks.check_rope_and_write(module, norms=norms, dtype=torch.float16, seed=1)
+        checks.check_rope_and_write(module, size=1e-2)
     elif name == "stream":
         checks.check_stream(module)
     elif name == "prefill_attention":
@@ -91,6 +97,35 @@ MUTATIONS = {
         ("keys written as values", "tl.load(v_ptr + t * v_stride", "tl.load(k_ptr + t * k_stride"),
         ("keys taken for contiguous", "k_ptr + t * k_stride", "k_ptr + t * ROW"),
         ("last channel lost", "(i < ROW)", "(i < ROW - 1)"),
+    ],
+    "rope_and_write": [
+        ("-1 written before the cache", "slot >= 0", "slot >= -1"),
+        ("slot 0 taken for none", "slot >= 0", "slot > 0"),
+        ("values one slot late", "slot * v_cache_stride", "(slot + 1) * v_cache_stride"),
+        ("keys taken for contiguous", "slot * k_cache_stride", "slot * G * HALF * 2"),
+        ("the token's index for its slot", "slot * k_cache_stride", "t * k_cache_stride"),
+        ("the token's index for its position", "tl.load(positions_ptr + t).to(tl.int64) *", "t *"),
+        ("the first token's position", "positions_ptr + t", "positions_ptr"),
+        ("sines from the cosines", "turns_ptr + turn + HALF", "turns_ptr + turn"),
+        ("turned backwards, first half", "(x * cos - y * sin)", "(x * cos + y * sin)"),
+        ("turned backwards, second half", "(y * cos + x * sin)", "(y * cos - x * sin)"),
+        ("values turn too", "v_place + cached, first", "v_place + cached, turned_first"),
+        ("second half of the key lost", "k_place + cached + HALF, turned_second", "k_place + cached + HALF, second"),
+        ("rows taken for contiguous", "qkv_ptr + t * qkv_stride + pair + HALF",
+         "qkv_ptr + t * (H + 2 * G) * HALF * 2 + pair + HALF"),
+        ("every group's first queries", "g * R + r,", "r,"),
+        ("queries one head late", "t * H * HALF * 2 + pair", "t * H * HALF * 2 + (pair + HALF * 2) % (H * HALF * 2)"),
+        ("keys and values swapped", "H + (r - R) * G + g", "H + (R + 1 - r) * G + g"),
+        ("every group's first key", "H + (r - R) * G + g", "H + (r - R) * G"),
+        ("keys written to the first head", "cached = g * HALF * 2 + i", "cached = i"),
+        ("last channel lost", "mine = i < HALF ", "mine = i < HALF - 1"),
+        ("keys normalised by the queries' weight", "tl.where(r < R, q_first, k_first)", "q_first"),
+        ("halves share a weight", "q_norm_ptr + HALF + i", "q_norm_ptr + i"),
+        ("eps outside the root", "tl.sqrt(square / (HALF * 2) + eps)", "(tl.sqrt(square / (HALF * 2)) + eps)"),
+        ("no mean", "square / (HALF * 2)", "square"),
+        ("half a head normalised", "tl.sum(x * x + y * y,", "tl.sum(x * x + x * x,"),
+        ("mean over the padded width", "square / (HALF * 2)", "square / (BLOCK_HALF * 2)"),
+        ("second half at its old length", "y * scale *", "y *"),
     ],
     "stream": [
         ("copy: last element lost", "other=0.0), mask=i < numel)", "other=0.0), mask=i < numel - 1)"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, DTYPES, needs_kernel, randn
 
-from minserve.kernels import kv_write, rms_norm, rope, silu_mul, stream
+from minserve.kernels import kv_write, rms_norm, rope, rope_and_write, silu_mul, stream
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -67,6 +67,22 @@ def _nothing_to_write(G, D, dtype):
 
 @needs_kernel
 @dtypes
+@pytest.mark.parametrize("slots", [[3], [5, -1, 0, 7], [-1, -1], []], ids=str)
+@pytest.mark.parametrize("H, G, D, norms", [
+    (6, 2, 64, False), (4, 2, 128, True), (9, 3, 64, False), (4, 4, 24, True), (14, 2, 80, False), (4, 1, 96, True),
+])  # fmt: skip
+def test_rope_and_write(slots, H, G, D, norms, dtype):
+    checks.check_rope_and_write(rope_and_write, slots, H, G, D, norms, dtype, seed=D)
+
+
+@needs_kernel
+def test_rope_and_write_of_tiny_heads_is_governed_by_eps():
+    checks.check_rope_and_write(rope_and_write, size=1e-3)
+    checks.check_rope_and_write(rope_and_write, size=0.0)
+
+
+@needs_kernel
+@dtypes
 @pytest.mark.parametrize("numel", [1, 8191, 8192, 8193, 20_000])
 def test_stream(numel, dtype):
     checks.check_stream(stream, numel, dtype)
@@ -77,6 +93,10 @@ def test_refusals_say_what_to_change():
     x, w = randn(2, 8), randn(8)
     q, k, angle = randn(2, 4, 8), randn(2, 2, 8), randn(2, 4)
     cache, slots = randn(5, 2, 8), torch.tensor([0, 1], device=DEVICE)
+
+    def fused(row=64, turns=None, where=slots):
+        return randn(2, row), randn(9, 8) if turns is None else turns, slots, where, cache, cache.clone()
+
     for call, message in [
         (lambda: rms_norm.rms_norm(x, randn(7), 1e-5), r"weight \[7\]"),
         (lambda: rms_norm.rms_norm(x.half(), w, 1e-5), "x is torch.float16 .* weight is torch.float32"),
@@ -96,6 +116,25 @@ def test_refusals_say_what_to_change():
         (lambda: kv_write.kv_write(k, k, cache, cache, slots.int()), r"slots is \[2\] torch.int32"),
         (lambda: kv_write.kv_write(k, k, cache, randn(5, 2, 9), slots), "must agree"),
         (lambda: kv_write.kv_write(k, k, cache.half(), cache, slots), "k_cache is torch.float16"),
+        (lambda: rope_and_write.rope_and_write(*fused(row=65)), r"rows of 65 do not hold \(H \+ 2 x 2\) x 8"),
+        (lambda: rope_and_write.rope_and_write(*fused(row=56)), "for some multiple H of 2"),
+        (lambda: rope_and_write.rope_and_write(*fused(row=32)), "for some multiple H of 2"),
+        (
+            lambda: rope_and_write.rope_and_write(*fused(), q_norm=randn(8)),
+            r"\{'q_norm': \[8\]\}; .* or neither",
+        ),
+        (
+            lambda: rope_and_write.rope_and_write(*fused(), q_norm=randn(8), k_norm=randn(4)),
+            r"k_norm': \[4\]",
+        ),
+        (
+            lambda: rope_and_write.rope_and_write(*fused(turns=randn(9, 4))),
+            r"\[positions, 8\] .* 4 cosines",
+        ),
+        (
+            lambda: rope_and_write.rope_and_write(*fused(where=slots.int())),
+            r"slots is \[2\] torch.int32",
+        ),
         (lambda: stream.copy(x, randn(3, 8)), "differ in shape"),
         (lambda: stream.total(randn(8, 2).T), r"x.contiguous\(\)"),
     ]:
