@@ -1,0 +1,362 @@
+// The kernels of the fast step for a CPU: the same operations as the Triton files beside this one, whose
+// definitions they equal. kernels/native.py compiles this file with the user's compiler and calls it.
+//
+//   T tokens, E hidden, H query heads, G key/value heads, D channels of a head, I intermediate, V vocabulary
+//   N x K a weight, B rows of a batch, S slots of a page, M entries of a row's page table
+//
+// How it is fast     Decoding reads every weight once per step: memory bandwidth is the ceiling. So weights are
+//                    read once, in order, several rows at a time, each thread its own contiguous part.
+// How it is right    Whatever the element type, sums are fp32 and rounded once, at the store, to nearest even.
+//                    Nothing assumes finite numbers: NaN stays NaN, so a broken model does not look well.
+//                    A result does not depend on the number of threads, nor on the other rows of the batch.
+// What it relies on  Vectors are a compiler extension that GCC and Clang share, for x86 as for ARM. Addresses are
+//                    64 bits wide before they meet a stride.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+// ---------------------------------------------------------------- vectors
+#if defined(__AVX512F__)
+constexpr int W = 16, REGISTERS = 32;  // lanes of a vector of floats; how many vectors a core holds at once
+#elif defined(__AVX__)
+constexpr int W = 8, REGISTERS = 16;
+#else
+constexpr int W = 4, REGISTERS = 16;
+#endif
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef uint16_t bf16;  // the upper half of a float
+constexpr float INF = __builtin_inff();
+
+static inline vec load(const float* p) {
+    vec x;
+    memcpy(&x, p, sizeof x);  // becomes one load that need not be aligned
+    return x;
+}
+static inline vec load(const bf16* p) {
+    hvec x;
+    memcpy(&x, p, sizeof x);
+    return (vec)(__builtin_convertvector(x, uvec) << 16);
+}
+static inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
+static inline void store(bf16* p, vec x) {
+    uvec u = (uvec)x;
+    uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;                       // to nearest, ties to even
+    uvec any = x == x ? rounded : uvec{} + 0x7fc0;                             // NaN would round to inf
+    hvec half = __builtin_convertvector(any, hvec);
+    memcpy(p, &half, sizeof half);
+}
+// The last n lanes of a row: what lies behind them is neither read nor written.
+template <class E> static inline vec load(const E* p, int64_t n) {
+    if (n >= W) return load(p);
+    E part[W] = {};
+    for (int i = 0; i < n; i++) part[i] = p[i];
+    return load(part);
+}
+template <class E> static inline void store(E* p, vec x, int64_t n) {
+    if (n >= W) return store(p, x);
+    E part[W];
+    store(part, x);
+    for (int i = 0; i < n; i++) p[i] = part[i];
+}
+static inline float total(vec x) {
+    float a[W];
+    store(a, x);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) a[i] += a[i + half];
+    return a[0];
+}
+static inline float largest(vec x) {
+    float most = x[0];
+    for (int i = 1; i < W; i++) most = std::max(most, x[i]);
+    return most;
+}
+// exp(x) = 2^n exp(r), n the nearest whole number to x / ln 2, so |r| <= ln 2 / 2: there a polynomial will do.
+static inline vec exp(vec x) {
+    x = x < -150.f ? vec{} - 150.f : x > 150.f ? vec{} + 150.f : x;            // beyond: 0 and inf; NaN stays
+    vec t = x * 1.44269504f + 12582912.f;                                      // 1.5 * 2^23: its last bit is 1,
+    ivec n = (ivec)t - 0x4b400000;                                             // so adding it rounds
+    vec whole = t - 12582912.f;
+    vec r = x - whole * 0.693145752f - whole * 1.42860677e-6f;                 // ln 2 in two pieces
+    vec y = 1.f + r * (1.f + r * (0.5f + r * (1.66666667e-1f + r * (4.16666667e-2f + r * (8.33333333e-3f
+            + r * 1.38888889e-3f)))));
+    ivec half = n >> 1;                                                        // 2^n may not be a float, its root is
+    return y * (vec)((half + 127) << 23) * (vec)((n - half + 127) << 23);
+}
+
+// ---------------------------------------------------------------- threads
+static int threads = 1;
+// To wake a thread costs microseconds: it pays from some tens of KB on.
+static int hands(int64_t bytes) { return bytes < 65536 ? 1 : threads; }
+
+// ---------------------------------------------------------------- rows
+template <class E>
+static void embed(const E* table, const int64_t* ids, E* out, int64_t T, int64_t width, int64_t V) {
+    for (int64_t t = 0; t < T; t++)
+        if (ids[t] >= 0 && ids[t] < V)
+            memcpy(out + t * width, table + ids[t] * width, width * sizeof(E));
+        else  // no such token: NaN, which no later step can overlook
+            for (int64_t i = 0; i < width; i += W) store(out + t * width + i, vec{} + NAN, width - i);
+}
+
+// x / sqrt(mean(x^2) + eps) * weight; out may be x
+template <class E> static void normalise(const E* x, const E* weight, E* out, int64_t n, float eps) {
+    vec squares = {};
+    for (int64_t i = 0; i < n; i += W) {
+        vec y = load(x + i, n - i);
+        squares += y * y;
+    }
+    float scale = 1 / std::sqrt(total(squares) / n + eps);
+    for (int64_t i = 0; i < n; i += W)
+        store(out + i, load(x + i, n - i) * scale * load(weight + i, n - i), n - i);
+}
+
+template <class E>
+static void rms_norm(const E* x, const E* weight, E* out, int64_t T, int64_t width, int64_t stride, float eps) {
+    #pragma omp parallel for num_threads(hands(2 * T * width * sizeof(E)))
+    for (int64_t t = 0; t < T; t++) normalise(x + t * stride, weight, out + t * width, width, eps);
+}
+
+template <class E>
+static void add_rms_norm(const E* x, const E* residual, const E* weight, E* out, E* sum, int64_t T, int64_t width,
+                         int64_t x_stride, int64_t residual_stride, float eps) {
+    #pragma omp parallel for num_threads(hands(4 * T * width * sizeof(E)))
+    for (int64_t t = 0; t < T; t++) {
+        const E *a = residual + t * residual_stride, *b = x + t * x_stride;
+        for (int64_t i = 0; i < width; i += W)
+            store(sum + t * width + i, load(a + i, width - i) + load(b + i, width - i), width - i);
+        normalise(sum + t * width, weight, out + t * width, width, eps);       // the sum as it was rounded
+    }
+}
+
+// x is [T, 2 I]: the gates, then what they gate
+template <class E> static void silu_mul(const E* x, E* out, int64_t T, int64_t I, int64_t stride) {
+    #pragma omp parallel for num_threads(hands(3 * T * I * sizeof(E)))
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t i = 0; i < I; i += W) {
+            vec gate = load(x + t * stride + i, I - i), up = load(x + t * stride + I + i, I - i);
+            store(out + t * I + i, gate / (1.f + exp(-gate)) * up, I - i);
+        }
+}
+
+// The first of the largest, or -1 where it is no finite number. Each lane keeps the best of what it has seen.
+template <class E> static void best(const E* logits, int64_t* out, int64_t T, int64_t V, int64_t stride) {
+    #pragma omp parallel for num_threads(hands(T * V * sizeof(E)))
+    for (int64_t t = 0; t < T; t++) {
+        const E* row = logits + t * stride;
+        vec most = vec{} - INF;
+        ivec at = {}, here = {}, nans = {};
+        for (int i = 0; i < W; i++) here[i] = i;
+        auto see = [&](vec x) {
+            nans |= x != x;
+            at = x > most ? here : at;
+            most = x > most ? x : most;
+            here += W;
+        };
+        int64_t i = 0;
+        for (; i + W <= V; i += W) see(load(row + i));
+        if (i < V) {  // again the last W of them (a shorter row: the first of them, repeated)
+            E part[W];
+            for (int j = 0; j < W; j++) part[j] = row[std::min(i + j, V - 1)];
+            see(load(part));
+        }
+        float top = largest(most);
+        int64_t first = V, broken = !std::isfinite(top);
+        for (int j = 0; j < W; j++) {
+            broken |= nans[j];
+            if (most[j] == top) first = std::min<int64_t>(first, at[j]);
+        }
+        out[t] = broken ? -1 : first;
+    }
+}
+
+// ---------------------------------------------------------------- linear, for few rows
+// M rows of x against R rows of the weight at once: M x R running sums stay in registers, and each piece of the
+// weight is read once for all M. x is fp32, padded with zeros to `pitch`, a multiple of W.
+template <class E, int M, int R>
+static void multiply(const float* x, int64_t pitch, const E* weight, const E* bias, E* out, int64_t n, int64_t end,
+                     int64_t N, int64_t K) {
+    for (; n < end; n += R) {
+        const E* w[R];
+        vec sums[R][M] = {};
+        for (int r = 0; r < R; r++) w[r] = weight + std::min(n + r, end - 1) * K;   // past the end: the last again
+        auto step = [&](int64_t k, int64_t lanes) __attribute__((always_inline)) {
+            vec own[M];
+            for (int m = 0; m < M; m++) own[m] = load(x + m * pitch + k);
+            for (int r = 0; r < R; r++) {
+                vec other = load(w[r] + k, lanes);
+                for (int m = 0; m < M; m++) sums[r][m] += own[m] * other;
+            }
+        };
+        int64_t k = 0;
+        for (; k + W <= K; k += W) step(k, W);
+        if (k < K) step(k, K - k);
+        for (int r = 0; r < R && n + r < end; r++)
+            for (int m = 0; m < M; m++) {
+                vec y = {total(sums[r][m]) + (bias ? load(bias + n + r, 1)[0] : 0.f)};
+                store(out + m * N + n + r, y, 1);
+            }
+    }
+}
+
+template <class E>
+static void linear(const E* x, const E* weight, const E* bias, E* out, int64_t T, int64_t N, int64_t K) {
+    constexpr int BLOCK = 16;                                                  // rows of the weight that stay in L1
+    int64_t pitch = (K + W - 1) / W * W;
+    static thread_local std::vector<float> room;
+    room.resize(T * pitch);
+    float* own = room.data();
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t k = 0; k < K; k += W) store(own + t * pitch + k, load(x + t * K + k, K - k));
+    #pragma omp parallel for schedule(static) num_threads(hands(N * K * sizeof(E)))
+    for (int64_t n = 0; n < N; n += BLOCK) {
+        int64_t end = std::min(n + BLOCK, N), t = 0;
+        constexpr int Q = REGISTERS / 2;                                       // half of them hold sums
+        auto some = [&](auto rows) __attribute__((always_inline)) {
+            constexpr int M = decltype(rows)::value, R = std::max(1, std::min(8, Q / M));
+            for (; t + M <= T; t += M) multiply<E, M, R>(own + t * pitch, pitch, weight, bias, out + t * N, n, end, N, K);
+        };
+        some(std::integral_constant<int, 8>{});
+        some(std::integral_constant<int, 4>{});
+        some(std::integral_constant<int, 2>{});
+        some(std::integral_constant<int, 1>{});
+    }
+}
+
+// ---------------------------------------------------------------- rope, and the write into the cache
+// Channels i and i + half are a point, turned by the angle whose cosine and sine stand in turns; out may be x.
+template <class E> static void turn(const E* x, const float* turns, E* out, int64_t half) {
+    for (int64_t i = 0; i < half; i += W) {
+        int64_t n = half - i;
+        vec a = load(x + i, n), b = load(x + half + i, n), c = load(turns + i, n), s = load(turns + half + i, n);
+        store(out + i, a * c - b * s, n);
+        store(out + half + i, b * c + a * s, n);
+    }
+}
+
+template <class E>
+static void rope_and_write(const E* qkv, const float* turns, const int64_t* positions, const int64_t* slots,
+                           E* k_cache, E* v_cache, const E* q_norm, const E* k_norm, E* q_out, int64_t T, int64_t H,
+                           int64_t G, int64_t D, int64_t stride, int64_t k_stride, int64_t v_stride, float eps) {
+    auto ready = [&](const E* x, const E* norm, const float* angles, E* out) {
+        if (norm) normalise(x, norm, out, D, eps);
+        turn(norm ? out : x, angles, out, D / 2);
+    };
+    #pragma omp parallel for num_threads(hands(2 * T * (H + 2 * G) * D * sizeof(E)))
+    for (int64_t t = 0; t < T; t++) {
+        const E *q = qkv + t * stride, *k = q + H * D, *v = k + G * D;
+        const float* angles = turns + positions[t] * D;
+        for (int64_t h = 0; h < H; h++) ready(q + h * D, q_norm, angles, q_out + (t * H + h) * D);
+        if (slots[t] < 0) continue;                                            // padding has no place in the cache
+        for (int64_t g = 0; g < G; g++) ready(k + g * D, k_norm, angles, k_cache + slots[t] * k_stride + g * D);
+        memcpy(v_cache + slots[t] * v_stride, v, G * D * sizeof(E));
+    }
+}
+
+// ---------------------------------------------------------------- attention of one query per row over its pages
+constexpr int TILE = 128, MOST_D = 512;  // positions whose scores are held at once; channels of a head
+
+// R heads that share a key head see `count` positions; find(i, key, value) says where the i-th of them lies.
+template <int R, class E, class Find>
+static void attend_heads(const E* query, const Find& find, int64_t count, int64_t D, E* out) {
+    alignas(64) float q[R][MOST_D], acc[R][MOST_D] = {}, scores[R][TILE];
+    float top[R], sum[R] = {};
+    const E *keys[TILE], *values[TILE];
+    std::fill(top, top + R, -INF);
+    for (int r = 0; r < R; r++)
+        for (int64_t d = 0; d < D; d += W) store(q[r] + d, load(query + r * D + d, D - d) / std::sqrt((float)D));
+    for (int64_t begin = 0; begin < count; begin += TILE) {
+        int n = std::min<int64_t>(TILE, count - begin), padded = (n + W - 1) / W * W;
+        for (int j = 0; j < n; j++) find(begin + j, keys[j], values[j]);
+        for (int j = 0; j < n; j++) {                                          // scores
+            vec dot[R] = {};
+            for (int64_t d = 0; d < D; d += W) {
+                vec key = load(keys[j] + d, D - d);
+                for (int r = 0; r < R; r++) dot[r] += load(q[r] + d) * key;
+            }
+            for (int r = 0; r < R; r++) scores[r][j] = total(dot[r]);
+        }
+        for (int r = 0; r < R; r++) {                                          // the online softmax
+            for (int j = n; j < padded; j++) scores[r][j] = -INF;
+            vec most = vec{} + top[r], weights = {};
+            for (int j = 0; j < padded; j += W) {
+                vec s = load(scores[r] + j);
+                most = s > most ? s : most;
+            }
+            float high = largest(most), base = high == -INF ? 0.f : high;      // inf - inf would be NaN
+            for (int j = 0; j < padded; j += W) {
+                vec weight = exp(load(scores[r] + j) - base);
+                store(scores[r] + j, weight);
+                weights += weight;
+            }
+            float shrink = exp(vec{top[r] - base})[0];
+            sum[r] = sum[r] * shrink + total(weights);
+            top[r] = high;
+            for (int64_t d = 0; d < D; d += W) store(acc[r] + d, load(acc[r] + d) * shrink);
+        }
+        for (int64_t d = 0; d < D; d += W) {                                   // weighted values
+            vec part[R];
+            for (int r = 0; r < R; r++) part[r] = load(acc[r] + d);
+            for (int j = 0; j < n; j++) {
+                vec value = load(values[j] + d, D - d);
+                for (int r = 0; r < R; r++) part[r] += scores[r][j] * value;
+            }
+            for (int r = 0; r < R; r++) store(acc[r] + d, part[r]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int64_t d = 0; d < D; d += W) store(out + r * D + d, load(acc[r] + d) / sum[r], D - d);
+}
+
+// A query stands at the last of its row's `lengths[b]` positions. Of those it sees the first `sinks` and the last
+// `window`, and only their pages are looked up: the rest of the table may hold anything.
+template <class E>
+static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t* tables, const int32_t* lengths, E* out,
+                   int64_t B, int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride, int64_t k_page,
+                   int64_t k_slot, int64_t v_page, int64_t v_slot, int64_t window, int64_t sinks) {
+    int64_t all = 0, group = H / G;
+    for (int64_t b = 0; b < B; b++) all += lengths[b];
+    #pragma omp parallel for schedule(dynamic, 1) num_threads(hands(2 * all * G * D * sizeof(E)))
+    for (int64_t item = 0; item < B * G; item++) {
+        int64_t b = item / G, g = item % G, length = lengths[b];
+        int64_t oldest = std::max<int64_t>(0, length - window), kept = std::min(sinks, oldest);
+        auto find = [&](int64_t i, const E*& key, const E*& value) {
+            int64_t p = i < kept ? i : oldest + i - kept;
+            int64_t page = tables[b * table_stride + p / S], slot = p % S;
+            key = k_cache + page * k_page + slot * k_slot + g * D;
+            value = v_cache + page * v_page + slot * v_slot + g * D;
+        };
+        for (int64_t h = 0; h < group;) {                                      // four heads share each read
+            const E* from = q + (b * H + g * group + h) * D;
+            E* to = out + (b * H + g * group + h) * D;
+            int64_t count = kept + length - oldest, heads = std::min<int64_t>(4, group - h);
+            if (count <= 0) memset(to, 0, heads * D * sizeof(E));
+            else if (heads == 4) attend_heads<4>(from, find, count, D, to);
+            else if (heads == 3) attend_heads<3>(from, find, count, D, to);
+            else if (heads == 2) attend_heads<2>(from, find, count, D, to);
+            else attend_heads<1>(from, find, count, D, to);
+            h += heads;
+        }
+    }
+}
+
+// ---------------------------------------------------------------- what Python calls
+// Variables that hold the addresses of the kernels, as templates have no names that C knows.
+extern "C" void set_threads(int64_t n) { threads = n; }
+#define EXPORT(NAME) auto NAME##_float32 = &NAME<float>; auto NAME##_bfloat16 = &NAME<bf16>;
+extern "C" {
+EXPORT(embed)
+EXPORT(rms_norm)
+EXPORT(add_rms_norm)
+EXPORT(silu_mul)
+EXPORT(linear)
+EXPORT(rope_and_write)
+EXPORT(attend)
+EXPORT(best)
+}

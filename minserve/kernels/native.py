@@ -1,0 +1,270 @@
+"""The kernels of a CPU: C++ compiled once with the user's own compiler, and called on torch's memory.
+
+    native.usable()     None, or the reason why this machine has to do without
+    Native()            the operations below, on CPU tensors of float32 or bfloat16
+
+Shapes
+    embed           table [V, E], ids [T] int64                    -> [T, E]     an id outside the table: NaN
+    rms_norm        x [T, E], weight [E]                           -> [T, E]
+    add_rms_norm    x, residual [T, E], weight [E]                 -> [T, E], [T, E]: (normed, total)
+    linear          x [T, K], weight [N, K], bias [N] or None      -> [T, N]     made for few rows: T <= 16
+    rope_and_write  see kernels/rope_and_write.py                  -> [T, H, D]
+    attend          q [B, H, D], caches [P, S, G, D], tables [B, M] int32, lengths [B] int32 -> [B, H, D]
+                    kernels/paged_attention.py with one query per row, at the last of its positions
+    silu_mul        x [T, 2I], the gates before what they gate     -> [T, I]
+    best            logits [T, V]                                  -> [T] int64: first of the largest, -1: not finite
+
+Each checks what can be checked without reading values: positions, slots and pages are trusted, as on a GPU.
+
+Recording   A call is a C function and numbers: addresses and sizes. Inside `with ops.recording() as calls` they
+            are also written down, and `for f, args, _ in calls: f(*args)` does the same work on the same memory:
+            what a CUDA graph is to a GPU.
+Build       ~/.cache/minserve/native/<hash of source, flags, CPU and $CXX>.so, renamed into place when it is
+            whole: processes may build at once. MINSERVE_NATIVE=0 in the environment: never.
+Threads     torch.get_num_threads(), asked at every call. OpenMP is torch's: one pool, not two that fight.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from minserve.kernels import check_packed
+from minserve.kernels.rms_norm import _check as check_norm
+from minserve.kernels.rope_and_write import _check as check_rope_and_write
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC"]  # no -ffast-math: NaN and inf are meant
+TRIED = [  # from what is fast to what every compiler knows
+    [*arch, *openmp] for openmp in (["-fopenmp"], []) for arch in (["-march=native"], ["-mcpu=native"], [])
+]
+SIGNATURES = {  # p: pointer, i: int64, f: float
+    "embed": "pppiii",
+    "rms_norm": "pppiiif",
+    "add_rms_norm": "pppppiiiif",
+    "silu_mul": "ppiii",
+    "linear": "ppppiii",
+    "rope_and_write": "pppppppppiiiiiiif",
+    "attend": "ppppppiiiiiiiiiiii",
+    "best": "ppiii",
+}
+TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+MOST_CHANNELS = 512  # of a head, as in native.cpp
+FOREVER = 2**62  # a window that no position falls out of
+
+
+class Unavailable(RuntimeError):
+    """No compiled kernels here; the message says why and what would help."""
+
+
+# ---------------------------------------------------------------- building
+def cache_folder() -> Path:
+    return Path.home() / ".cache" / "minserve" / "native"
+
+
+@functools.cache
+def usable() -> str | None:
+    """None, or why there are no native kernels here."""
+    try:
+        Native()
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    if os.environ.get("MINSERVE_NATIVE") == "0":
+        raise Unavailable("the CPU's C++ kernels are switched off: MINSERVE_NATIVE=0 is set")
+    return build(SOURCE.read_text(encoding="utf-8"), cache_folder())
+
+
+def build(source: str, folder: Path) -> ctypes.CDLL:
+    """The source as a loaded library: out of the folder, or compiled into it."""
+    path = folder / f"{_key(source)}.so"
+    with contextlib.suppress(OSError):  # not there, or made by another system that shares this home
+        return ctypes.CDLL(str(path))
+    compiler = _compiler()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
+    except OSError:  # a cache that cannot be written: for this process only
+        handle, unfinished = tempfile.mkstemp(suffix=".so")
+        path = Path(unfinished)
+    os.close(handle)
+    try:
+        print("compiling the CPU kernels (once) ...", file=sys.stderr, flush=True)
+        _compile(compiler, source, unfinished)
+        os.replace(unfinished, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"the compiled CPU kernels cannot be used: {error}") from error
+    finally:
+        if path.parent != folder or Path(unfinished) != path:
+            Path(unfinished).unlink(missing_ok=True)
+
+
+def _key(source: str) -> str:
+    cpu = platform.machine() + platform.processor()
+    with contextlib.suppress(OSError):  # Linux names what -march=native will find
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu += next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    made_of = [source, str(FLAGS), str(TRIED), cpu, os.environ.get("CXX", "")]
+    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
+
+
+def _compiler() -> list[str]:
+    names = [*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++"]
+    for command in map(shlex.split, names):
+        if shutil.which(command[0]):
+            return command
+    raise Unavailable(
+        f"no C++ compiler for the CPU's kernels: none of {', '.join(names)} is on PATH; install one (apt install "
+        f"g++, dnf install gcc-c++, xcode-select --install) or name one in CXX"
+    )
+
+
+def _compile(compiler: list[str], source: str, out: str) -> None:
+    for flags in TRIED:
+        command = [*compiler, *FLAGS, *flags, "-x", "c++", "-", "-o", out]
+        result = subprocess.run(command, input=source, capture_output=True, text=True)
+        if result.returncode == 0:
+            return
+    last = "\n".join(result.stderr.strip().splitlines()[-8:])
+    raise Unavailable(f"{shlex.join(compiler)} cannot compile {SOURCE.name}; its last words:\n{last}")
+
+
+# ---------------------------------------------------------------- calling
+class Native:
+    """The compiled kernels. One per model: what is recorded belongs to the instance."""
+
+    def __init__(self, compiled: ctypes.CDLL | None = None):
+        compiled = compiled or library()
+        self._set_threads, self._threads, self._calls = compiled.set_threads, 0, None
+        self._functions = {
+            (name, dtype): ctypes.CFUNCTYPE(None, *(TYPES[c] for c in signature))(
+                ctypes.c_void_p.in_dll(compiled, f"{name}_{suffix}").value
+            )
+            for name, signature in SIGNATURES.items()
+            for dtype, suffix in DTYPES.items()
+        }
+
+    @contextlib.contextmanager
+    def recording(self):
+        """Every call inside is done and also listed: (C function, arguments, the tensors they point into)."""
+        calls: list = []
+        before, self._calls = self._calls, calls
+        try:
+            yield calls
+        finally:
+            self._calls = before
+
+    def _call(self, name, tensors, *numbers):
+        function = self._functions.get((name, tensors[0].dtype))
+        if function is None or not tensors[0].is_cpu:
+            raise ValueError(
+                f"{name}: {tensors[0].dtype} on {tensors[0].device}; the CPU's kernels take float32 and bfloat16 "
+                f"on cpu; convert with .to(), or use the definition"
+            )
+        if (threads := torch.get_num_threads()) != self._threads:
+            self._set_threads(threads)
+            self._threads = threads
+        arguments = (*(None if x is None else x.data_ptr() for x in tensors), *numbers)
+        function(*arguments)
+        if self._calls is not None:
+            self._calls.append((function, arguments, tensors))
+
+    def embed(self, table, ids):
+        check_packed("embed", 2, table=table)
+        _match("embed", torch.int64, ids=(ids, (len(ids),)))
+        (V, E), T = table.shape, len(ids)
+        out = torch.empty((T, E), dtype=table.dtype)
+        self._call("embed", (table, ids, out), T, E, V)
+        return out
+
+    def rms_norm(self, x, weight, eps: float):
+        check_norm("rms_norm", weight, x=x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._call("rms_norm", (x, weight, out), *x.shape, x.stride(0), eps)
+        return out
+
+    def add_rms_norm(self, x, residual, weight, eps: float):
+        check_norm("add_rms_norm", weight, x=x, residual=residual)
+        out, total = torch.empty((2, *x.shape), dtype=x.dtype)
+        strides = x.stride(0), residual.stride(0)
+        self._call("add_rms_norm", (x, residual, weight, out, total), *x.shape, *strides, eps)
+        return out, total
+
+    def silu_mul(self, x):
+        check_packed("silu_mul", 1, x=x)
+        T, I = len(x), x.shape[-1] // 2
+        _match("silu_mul", x.dtype, x=(x, (T, 2 * I)))
+        out = torch.empty((T, I), dtype=x.dtype)
+        self._call("silu_mul", (x, out), T, I, x.stride(0))
+        return out
+
+    def linear(self, x, weight, bias=None):
+        (T, K), N = x.shape, len(weight)
+        check_packed("linear", 2, x=x, weight=weight)
+        _match("linear", x.dtype, weight=(weight, (N, K)), bias=(bias, (N,)))
+        out = torch.empty((T, N), dtype=x.dtype)
+        self._call("linear", (x, weight, bias, out), T, N, K)
+        return out
+
+    def rope_and_write(
+        self, qkv, turns, positions, slots, k_cache, v_cache, q_norm=None, k_norm=None, eps: float = 0.0
+    ):
+        H = check_rope_and_write(qkv, turns, positions, slots, k_cache, v_cache, q_norm, k_norm)
+        T, (G, D) = len(qkv), k_cache.shape[1:]
+        q = torch.empty((T, H, D), dtype=qkv.dtype)
+        tensors = qkv, turns, positions, slots, k_cache, v_cache, q_norm, k_norm, q
+        strides = qkv.stride(0), k_cache.stride(0), v_cache.stride(0)
+        self._call("rope_and_write", tensors, T, H, G, D, *strides, eps)
+        return q
+
+    def attend(self, q, k_cache, v_cache, tables, lengths, window: int | None = None, sinks: int = 0):
+        (B, H, D), (P, S, G, _) = q.shape, k_cache.shape
+        check_packed("attend", 3, q=q)
+        check_packed("attend", 2, k_cache=k_cache, v_cache=v_cache)
+        _match("attend", q.dtype, k_cache=(k_cache, (P, S, G, D)), v_cache=(v_cache, (P, S, G, D)))
+        _match("attend", torch.int32, tables=(tables, (B, tables.shape[-1])), lengths=(lengths, (B,)))
+        if H % G or D > MOST_CHANNELS or (window is not None and window < 1) or sinks < 0:
+            raise ValueError(
+                f"attend: {H} query heads over {G} key heads of {D} channels, window {window}, sinks {sinks}; "
+                f"heads must divide evenly, channels be at most {MOST_CHANNELS}, window >= 1 or None, sinks >= 0"
+            )
+        out = torch.empty(q.shape, dtype=q.dtype)
+        strides = tables.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2]
+        seen = (FOREVER, 0) if window is None else (window, sinks)
+        self._call("attend", (q, k_cache, v_cache, tables, lengths, out), B, H, G, D, S, *strides, *seen)
+        return out
+
+    def best(self, logits):
+        check_packed("best", 1, logits=logits)
+        T, V = logits.shape
+        out = torch.empty(T, dtype=torch.int64)
+        self._call("best", (logits, out), T, V, logits.stride(0))
+        return out
+
+
+def _match(who, dtype, **expected):
+    """Each (tensor, shape) has that shape and dtype, its last dimension without gaps, on the CPU; or is None."""
+    for name, (x, shape) in expected.items():
+        if x is not None and (
+            x.shape != shape or x.dtype != dtype or not x.is_cpu or (x.stride() or (1,))[-1] != 1
+        ):
+            raise ValueError(
+                f"{who}: {name} is {list(x.shape)} {x.dtype} on {x.device} with strides {list(x.stride())}; it must "
+                f"be {list(shape)} {dtype} on cpu, the last stride 1, to go with the other arguments"
+            )
