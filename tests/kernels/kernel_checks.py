@@ -134,6 +134,14 @@ def check_stream(module, numel=10_000, dtype=torch.float32, seed=0):
     torch.testing.assert_close(module.total(src), module.total_reference(src), rtol=1e-4, atol=1e-3)
 
 
+def check_gemv(module, M=3, N=10, K=300, bias=True, dtype=torch.float32, seed=0):
+    x, weight = wide(randn(M, K, dtype=dtype, seed=seed)), wide(moat(randn(N, K, dtype=dtype, seed=seed + 1)))
+    bias = moat(randn(N, dtype=dtype, seed=seed + 2) * 10) if bias else None
+    got, expected = module.gemv(x, weight, bias), module.gemv_reference(x, weight, bias)
+    tolerance = dict(TOLERANCE[dtype], atol=TOLERANCE[dtype]["atol"] * K**0.5)  # sums of K products of 1
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
 # ---------------------------------------------------------------- attention
 def prefill_case(queries, keys, H, G, D, dtype=torch.float32, seed=0, size=1.0):
     """Ragged sequences; NaN around all keys. Returns prefill_attention's arguments but the window."""

@@ -37,6 +37,11 @@ def battery(name, module):
             checks.check_rope_and_write(module, norms=norms)
             checks.check_rope_and_write(module, norms=norms, dtype=torch.float16, seed=1)
         checks.check_rope_and_write(module, size=1e-2)
+    elif name == "gemv":
+        for dtype in (torch.float32, torch.float16):
+            checks.check_gemv(module, dtype=dtype)
+            checks.check_gemv(module, M=2, N=255, K=40, dtype=dtype)  # 4 rows per program, and 3 in the last
+            checks.check_gemv(module, M=1, N=3, K=1100, bias=False, dtype=dtype)
     elif name == "stream":
         checks.check_stream(module)
     elif name == "prefill_attention":
@@ -126,6 +131,23 @@ MUTATIONS = {
         ("half a head normalised", "tl.sum(x * x + y * y,", "tl.sum(x * x + x * x,"),
         ("mean over the padded width", "square / (HALF * 2)", "square / (BLOCK_HALF * 2)"),
         ("second half at its old length", "y * scale *", "y *"),
+    ],
+    "gemv": [
+        ("the last output lost", "mine = (n < N)", "mine = (n < N - 1)"),
+        ("the last channel lost", "mask=mine & (k < K)", "mask=mine & (k < K - 1)"),
+        ("reads past the row", "mask=mine & (k < K)", "mask=mine"),
+        ("reads past x", "mask=k < K, other", "mask=k < K + 1, other"),
+        ("rows taken for contiguous", "n.to(tl.int64) * weight_stride", "n.to(tl.int64) * K"),
+        ("x taken for contiguous", "m * x_stride", "m * K"),
+        ("the first x for all", "x_ptr + m * x_stride", "x_ptr"),
+        ("tiles overlap", "k = start + stretch", "k = stretch"),
+        ("programs overlap", "tl.program_id(0) * ROWS + tl.arange", "tl.program_id(0) + tl.arange"),
+        ("only the last stretch counts", "sums[m] + tl.sum(w * x, axis=2)", "tl.sum(w * x, axis=2)"),
+        ("sums in 16 bits", "+ tl.sum(w * x, axis=2)", "+ tl.sum(w * x, axis=2).to(tl.float16).to(tl.float32)"),
+        ("the largest product of a thread", "tl.sum(w * x, axis=2)", "tl.max(w * x, axis=2)"),
+        ("bias forgotten", "out += tl.load", "out += 0 * tl.load"),
+        ("the first bias for all", "bias_ptr + n", "bias_ptr + 0 * n"),
+        ("outputs transposed", "out_ptr + m * N + n", "out_ptr + n * M + m"),
     ],
     "stream": [
         ("copy: last element lost", "other=0.0), mask=i < numel)", "other=0.0), mask=i < numel - 1)"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, DTYPES, needs_kernel, randn
 
-from minserve.kernels import kv_write, rms_norm, rope, rope_and_write, silu_mul, stream
+from minserve.kernels import gemv, kv_write, rms_norm, rope, rope_and_write, silu_mul, stream
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -83,6 +83,34 @@ def test_rope_and_write_of_tiny_heads_is_governed_by_eps():
 
 @needs_kernel
 @dtypes
+@pytest.mark.parametrize("M", [1, 2, 3, 4])
+@pytest.mark.parametrize("N, K", [(1, 8), (10, 300), (129, 64), (255, 40), (3, 2500)])
+def test_gemv(M, N, K, dtype):
+    """The interpreter's 16 processors take 1 row per program below N = 127, 2 below 253, then 4."""
+    checks.check_gemv(gemv, M, N, K, bias=N % 2, dtype=dtype, seed=M)
+
+
+@needs_kernel
+def test_gemv_of_nothing():
+    assert gemv.gemv(randn(0, 8), randn(3, 8)).shape == (0, 3)
+    assert gemv.gemv(randn(2, 8), randn(0, 8)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("N, K, dtype, processors, rows, warps", [
+    (4096, 4096, torch.bfloat16, 132, 4, 4), (2048, 2048, torch.bfloat16, 132, 2, 4),
+    (576, 576, torch.bfloat16, 132, 1, 4), (28672, 256, torch.float16, 108, 4, 1),
+    (28672, 260, torch.float16, 108, 4, 2), (28672, 260, torch.float32, 108, 4, 4),
+])  # fmt: skip
+def test_gemv_has_four_programs_per_processor_or_one_row_each(N, K, dtype, processors, rows, warps):
+    block = gemv.tiles(N, K, dtype, "sm_90", processors)
+    assert (block["ROWS"], block["num_warps"]) == (rows, warps)
+    assert block["LANES"] == 32 * warps and block["VEC"] * dtype.itemsize == 16
+    assert N // rows >= 4 * processors or rows == 1
+    assert gemv.tiles(N, K, dtype, "gfx942", processors)["LANES"] % 64 == 0
+
+
+@needs_kernel
+@dtypes
 @pytest.mark.parametrize("numel", [1, 8191, 8192, 8193, 20_000])
 def test_stream(numel, dtype):
     checks.check_stream(stream, numel, dtype)
@@ -116,6 +144,10 @@ def test_refusals_say_what_to_change():
         (lambda: kv_write.kv_write(k, k, cache, cache, slots.int()), r"slots is \[2\] torch.int32"),
         (lambda: kv_write.kv_write(k, k, cache, randn(5, 2, 9), slots), "must agree"),
         (lambda: kv_write.kv_write(k, k, cache.half(), cache, slots), "k_cache is torch.float16"),
+        (lambda: gemv.gemv(randn(5, 8), randn(3, 8)), "5 rows of x; .*functional.linear"),
+        (lambda: gemv.gemv(x, randn(3, 9)), r"x \[2, 8\] does not go with weight \[3, 9\]"),
+        (lambda: gemv.gemv(x, randn(3, 8), randn(4)), r"bias \[4\] must be \[3\]"),
+        (lambda: gemv.gemv(x, randn(8, 3).T), r"weight.contiguous\(\)"),
         (lambda: rope_and_write.rope_and_write(*fused(row=65)), r"rows of 65 do not hold \(H \+ 2 x 2\) x 8"),
         (lambda: rope_and_write.rope_and_write(*fused(row=56)), "for some multiple H of 2"),
         (lambda: rope_and_write.rope_and_write(*fused(row=32)), "for some multiple H of 2"),
