@@ -27,7 +27,10 @@ constexpr int W = 8, REGISTERS = 16;
 #else
 constexpr int W = 4, REGISTERS = 16;
 #endif
-typedef float vec __attribute__((vector_size(4 * W)));
+typedef float lanes4 __attribute__((vector_size(16)));
+typedef float lanes8 __attribute__((vector_size(32)));
+typedef float lanes16 __attribute__((vector_size(64)));
+typedef float vec __attribute__((vector_size(4 * W)));  // one of these three
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
@@ -65,13 +68,16 @@ template <class E> static inline void store(E* p, vec x, int64_t n) {
     store(part, x);
     for (int i = 0; i < n; i++) p[i] = part[i];
 }
-static inline float total(vec x) {
-    float a[W];
-    store(a, x);
-    for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) a[i] += a[i + half];
-    return a[0];
+// The sum of the lanes: the upper half onto the lower half, until four are left.
+template <class Half, class V> static inline Half folded(V x) {
+    Half low, high;
+    memcpy(&low, &x, sizeof low);
+    memcpy(&high, (const char*)&x + sizeof low, sizeof high);
+    return low + high;
 }
+static inline float total(lanes4 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+static inline float total(lanes8 x) { return total(folded<lanes4>(x)); }
+static inline float total(lanes16 x) { return total(folded<lanes8>(x)); }
 static inline float largest(vec x) {
     float most = x[0];
     for (int i = 1; i < W; i++) most = std::max(most, x[i]);
@@ -265,12 +271,15 @@ constexpr int TILE = 128, MOST_D = 512;  // positions whose scores are held at o
 // R heads that share a key head see `count` positions; find(i, key, value) says where the i-th of them lies.
 template <int R, class E, class Find>
 static void attend_heads(const E* query, const Find& find, int64_t count, int64_t D, E* out) {
-    alignas(64) float q[R][MOST_D], acc[R][MOST_D] = {}, scores[R][TILE];
+    alignas(64) float q[R][MOST_D], acc[R][MOST_D], scores[R][TILE];
     float top[R], sum[R] = {};
     const E *keys[TILE], *values[TILE];
     std::fill(top, top + R, -INF);
     for (int r = 0; r < R; r++)
-        for (int64_t d = 0; d < D; d += W) store(q[r] + d, load(query + r * D + d, D - d) / std::sqrt((float)D));
+        for (int64_t d = 0; d < D; d += W) {
+            store(q[r] + d, load(query + r * D + d, D - d) / std::sqrt((float)D));
+            store(acc[r] + d, vec{});
+        }
     for (int64_t begin = 0; begin < count; begin += TILE) {
         int n = std::min<int64_t>(TILE, count - begin), padded = (n + W - 1) / W * W;
         for (int j = 0; j < n; j++) find(begin + j, keys[j], values[j]);

@@ -141,7 +141,9 @@ def _compile(compiler: list[str], source: str, out: str) -> None:
         result = subprocess.run(command, input=source, capture_output=True, text=True)
         if result.returncode == 0:
             return
-    last = "\n".join(result.stderr.strip().splitlines()[-8:])
+    said = result.stderr.strip().splitlines()
+    said = [line for line in said if "error" in line] or said  # rather than the notes that follow them
+    last = "\n".join(said[-5:])
     raise Unavailable(f"{shlex.join(compiler)} cannot compile {SOURCE.name}; its last words:\n{last}")
 
 
