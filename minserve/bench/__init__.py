@@ -49,9 +49,10 @@ BENCHES = {
 def add_arguments(parser) -> None:
     parser.add_argument("name", choices=[*BENCHES, "all"], help="what to measure")
     parser.add_argument("--json", type=Path, help="write the report to this file (a folder for `all`)")
-    parser.add_argument(
-        "--vllm-python", help="`peers` only: a Python that has vLLM, to measure it in the same run"
-    )
+    only = "`peers` only, to measure it in the same run:"
+    parser.add_argument("--vllm-python", help=f"{only} a Python that has vLLM")
+    parser.add_argument("--llama-cpp", help=f"{only} the folder of llama.cpp's programs, or its llama-bench")
+    parser.add_argument("--llama-model", help="`peers` only: the model for llama.cpp, a GGUF file")
     add_model_arguments(parser)
 
 
@@ -78,4 +79,4 @@ def refusal(args) -> str | None:
         return f"--json {args.json} is a file, and `all` writes one file per benchmark: give a folder"
     if args.json and args.name != "all" and args.json.is_dir():
         return f"--json {args.json} is a folder: give a file, such as {args.json / (args.name + '.json')}"
-    return None
+    return peers.refusal(args) if args.name in ("peers", "all") else None

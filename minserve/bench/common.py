@@ -25,7 +25,9 @@ class Options:
     model: str | None  # None: what the benchmark chooses for this machine
     dtype: torch.dtype
     quick: bool
-    vllm_python: str | None = None  # only `bench peers`
+    vllm_python: str | None = None  # only `bench peers`, like the next two
+    llama_cpp: str | None = None
+    llama_model: str | None = None
 
     @classmethod
     def of(cls, args, name: str, command: str) -> "Options":
@@ -33,11 +35,11 @@ class Options:
         words += [f"--model {label(args.model)}"] if args.model else []
         words += [f"--dtype {args.dtype}"] if args.dtype else []
         words += ["--quick"] if args.quick else []
-        words += (
-            ["--vllm-python PYTHON"] if getattr(args, "vllm_python", None) else []
-        )  # where it lies is nobody's business
+        paths = {name: getattr(args, name, None) for name in ("vllm_python", "llama_cpp", "llama_model")}
+        for path, what in zip(paths, ("PYTHON", "FOLDER", "FILE.gguf")):  # where it lies is nobody's business
+            words += [f"--{path.replace('_', '-')} {what}"] if paths[path] else []
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
-        return cls(name, " ".join(words), args.model, dtype, args.quick, getattr(args, "vllm_python", None))
+        return cls(name, " ".join(words), args.model, dtype, args.quick, **paths)
 
     @property
     def dtype_name(self) -> str:

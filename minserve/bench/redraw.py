@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minserve.bench import ladder
+from minserve.bench import ladder, peers
 from minserve.lab import figures
 from minserve.lab.report import Report
 
@@ -20,6 +20,9 @@ def main() -> None:
     recorded = FIGURES / "data" / "ladder.json"
     if recorded.is_file():
         ladder.draw(Report.load(recorded), FIGURES / "ladder.png")
+    recorded = FIGURES / "data" / "peers_cpu.json"
+    if recorded.is_file():
+        peers.draw(Report.load(recorded), FIGURES / "peers.png")
     print("drawn:", ", ".join(sorted(path.as_posix() for path in FIGURES.glob("*.png"))))
 
 

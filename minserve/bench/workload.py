@@ -64,11 +64,14 @@ def pool_for(requests: int, longest: int) -> int:
     return requests * pages_for(longest, PAGE)
 
 
-def serve(llm: LLM, work: Work) -> tuple[float, list[Output]]:
-    """Answer it all: seconds, and the outputs in order. Raises RuntimeError unless all have their full length."""
+def serve(llm: LLM, work: Work, each=None) -> tuple[float, list[Output]]:
+    """Answer it all: seconds, and the outputs in order. Raises RuntimeError unless all have their full length.
+
+    each(output, text) hears every token, as in LLM.generate.
+    """
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in work.lengths]
     start = time.perf_counter()
-    outputs = [out[0] for out in llm.generate(work.prompts, params, progress=False)]
+    outputs = [out[0] for out in llm.generate(work.prompts, params, progress=False, each=each)]
     seconds = time.perf_counter() - start
     made = [len(output.tokens) for output in outputs]
     if made != work.lengths:

@@ -6,6 +6,7 @@
     batch_curve(ax, ...)             tokens/s against batch size, measured and predicted
     kv_bars(ax, rows)                KV bytes per token of MHA, GQA, MQA
     user_bars(ax, rows)              requests that fit on a GPU
+    peers(ax, groups)                several engines at several kinds of work
     cache_layout(ax)                 where one number of a KV cache lies
     titled(ax, title, where)         title = the finding, below it the machine
     save(ax, path, title, where)     the one place that writes
@@ -32,6 +33,7 @@ from minserve.lab.report import quantity
 MEASURED, BOUND = "#0072B2", "#8A8A8A"
 LINES = [("#0072B2", "-", "o"), ("#D55E00", "--", "s"), ("#009E73", "-.", "^"), ("#CC79A7", ":", "D")]
 HATCHES = ["", "//", "..", "xx"]
+PEERS = [(color, hatch) for (color, *_), hatch in zip(LINES, HATCHES, strict=True)] + [("#E69F00", "\\\\")]
 
 
 def axes(width: float = 6.4, height: float = 3.2):
@@ -181,6 +183,39 @@ def bars(ax, rows: list[tuple[str, float, str]], xlabel: str):
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.xaxis.set_major_locator(plt.MaxNLocator(5, integer=True))
     ax.set_xlabel(xlabel, fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    return plain(ax)
+
+
+def peers(ax, groups: list[tuple[str, list[tuple[str, float]]]]):
+    """One group of bars per kind of work: each engine's rate as a multiple of the first one's, the rate at its end.
+
+    groups: (kind of work, [(engine, tokens per second), ...]), the same engine first in each. The scale starts at 0.
+    """
+    engines = list(dict.fromkeys(name for _, rows in groups for name, _ in rows))
+    looks = {name: PEERS[i % len(PEERS)] for i, name in enumerate(engines)}
+    longest = max(rate / rows[0][1] for _, rows in groups for _, rate in rows)
+    places, row = {}, 0.0
+    for kind, rows in groups:
+        ax.text(0, row, kind, va="center", fontsize=9, fontweight="bold", color=INK)
+        for name, rate in rows:
+            row += 1
+            color, hatch = looks[name]
+            share = rate / rows[0][1]
+            ax.barh(
+                row, share, height=0.75, facecolor=color + "66", edgecolor=color, hatch=hatch, linewidth=1
+            )
+            text = f"{rate:,.{0 if rate >= 10 else 1}f} tok/s"
+            end = ax.text(share + longest * 0.015, row, text, va="center", fontsize=8, color=INK)
+            end.set_bbox(dict(facecolor="white", edgecolor="none", pad=0.5))  # the line at 1 passes behind it
+            places[row] = name
+        row += 1.5
+    ax.axvline(1, color=BOUND, linewidth=0.8, linestyle=":", zorder=0)
+    ax.set_yticks(list(places), list(places.values()))
+    ax.set(xlim=(0, longest * 1.22), ylim=(row - 0.7, -0.7))
+    ax.set_xlabel(
+        f"times {engines[0]}'s rate at the same work   (behind each bar: tokens per second)", fontsize=9
+    )
     ax.tick_params(axis="y", length=0)
     return plain(ax)
 
