@@ -28,7 +28,7 @@ NOT_CORE = set("lab bench cluster __main__ chat doctor server metrics simulator 
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it
 WIDGET = "application/vnd.jupyter.widget-view+json"
 BENCHES = "decode prefill overhead paged-attention batching prefix chunked".split()
-GPU_BENCHES = BENCHES + ["prefill-attention", "ctx-slope"]
+GPU_BENCHES = BENCHES + ["prefill-attention", "ctx-slope", "offline"]  # make bench; make gpu has its own list
 CPU_BENCHES = BENCHES + [
     "roofline",
     "cold-start",
@@ -101,18 +101,22 @@ def bench():
     finish(benchmarks(str(PYTHON), GPU_BENCHES if has_cuda(str(PYTHON)) else CPU_BENCHES))
 
 
-def gpu():
-    """kernels' tests and benchmarks on a CUDA machine, with PYTHON=...: installs nothing, no network"""
+def gpu(*args):
+    """kernels' tests and benchmarks on a CUDA machine, one table; PYTHON=..., installs nothing, no network"""
     python = sys.executable
-    if not has_cuda(python):
+    if "cpu" in args:  # a dry run: ARGS="--device cpu --tiny"
+        setup()
+        python = str(PYTHON)
+    elif not has_cuda(python):
         stop(
             f"{python} has no torch that sees a CUDA device.\n"
             "  Give another one: make gpu PYTHON=/path/to/python\n"
-            "  It needs torch 2.11 to 2.13 with triton, transformers, safetensors, numpy and pytest."
+            "  It needs torch 2.11 to 2.13 with triton, transformers, safetensors, numpy, tqdm, matplotlib, pytest.\n"
+            '  Without such a machine, the same flow in miniature: make gpu ARGS="--device cpu --tiny"'
         )
-    names = {"PYTHONPATH": str(ROOT)}  # the package is not installed into a Python that is not ours
-    results = [step(1, 1 + len(GPU_BENCHES), "kernels", [[python, "-m", "pytest", "tests/kernels"]], names)]
-    finish(results + benchmarks(python, GPU_BENCHES, before=1))
+    # the package is not installed into a Python that is not ours
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    sys.exit(subprocess.call([python, "-m", "minserve.bench.gpu"] + list(args), cwd=str(ROOT), env=env))
 
 
 def notebooks():
@@ -297,15 +301,15 @@ def has_cuda(python):
     return subprocess.call([python, "-c", look], stderr=subprocess.DEVNULL) == 0
 
 
-def benchmarks(python, names, before=0):
+def benchmarks(python, names):
     """One step per benchmark; one that fails does not stop the next."""
     (ROOT / "figures" / "data").mkdir(parents=True, exist_ok=True)
     device = "gpu" if has_cuda(python) else "cpu"
     results = []
-    for i, name in enumerate(names, 1 + before):
+    for i, name in enumerate(names, 1):
         into = f"figures/data/{name.replace('-', '_')}_{device}.json"
         command = [python, "-m", "minserve", "bench", name, "--json", into]
-        results.append(step(i, before + len(names), "bench " + name, [command], {"PYTHONPATH": str(ROOT)}))
+        results.append(step(i, len(names), "bench " + name, [command], {"PYTHONPATH": str(ROOT)}))
     return results
 
 
@@ -355,11 +359,11 @@ PARTS = {"lines": lines, "execute": execute}
 
 
 def main(args):
-    if len(args) != 1 or args[0] not in {**TASKS, **PARTS}:
+    if args[:1] != ["gpu"] and len(args) != 1 or args[0] not in {**TASKS, **PARTS}:
         help_()
         sys.exit(0 if not args or args[0] in ("-h", "--help") else f"\nNo task {' '.join(args)!r}.")
     try:
-        {**TASKS, **PARTS}[args[0]]()
+        {**TASKS, **PARTS}[args[0]](*args[1:])
     except KeyboardInterrupt:
         stop("Stopped.", 130)
 

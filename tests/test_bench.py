@@ -12,11 +12,12 @@ from minserve.__main__ import main
 from minserve.bench import BENCHES, common, ctx_slope, decode, ladder, opponent
 from minserve.bench.static_step import StaticStep
 from minserve.config import SHAPES, ModelConfig, RopeConfig
+from minserve.engine import Engine
 from minserve.kv_cache import KVCache
 from minserve.lab.report import Report
 from minserve.lab.roofline import Ceilings
 from minserve.model import Model
-from minserve.prefill_decode import attend_afresh, generate
+from minserve.prefill_decode import attend_afresh, generate, prefill
 from minserve.request import SamplingParams
 
 pytestmark = pytest.mark.slow  # processes and whole commands: left out of `make quick`
@@ -198,6 +199,9 @@ def test_both_sides_decode_the_same_tokens_to_the_same_length():
     _, ours = decode.own_rate(model, prompt, 20)
     rate, theirs = opponent.generate_rate(opponent.twin(model), prompt, 20)
     assert ours == theirs and len(ours) == 20 and rate > 0
+    engine = Engine(model, num_pages=8, max_running=1, prefix_caching=False)
+    for _ in range(2):
+        assert decode.engine_rate(engine, prompt, 20)[1] == ours
     assert decode.agreement({"minserve": ours, "transformers": theirs}) == {}
     off = [*ours[:4], -1, *ours[5:]]
     assert decode.agreement({"minserve": off, "transformers": ours}) == {
@@ -217,8 +221,11 @@ def test_the_static_step_is_decoding():
     step = StaticStep(model, KVCache(TINY, len(prompt) + new, model.dtype, model.device), len(prompt) + new)
     expected = list(generate(model, prompt, SamplingParams(max_tokens=new)))
     for _ in range(2):  # a second run starts from the same place
-        rate, made = decode.graph_rate(step, prompt, new)
-        assert made == expected and rate > 0
+        step.cache.truncate(0)
+        first = int(prefill(model, prompt, step.cache).argmax())
+        step.start(first, len(prompt))
+        step.run(new - 1)
+        assert [first, *step.tokens(len(prompt) + 1, new - 1)] == expected
 
 
 def test_the_static_step_refuses_what_it_cannot_do():

@@ -2,10 +2,11 @@
 
     python -m minserve bench decode [--json FILE] [--model NAME] [--dtype bfloat16] [--quick]
     python -m minserve bench all --json FOLDER
+    python -m minserve bench table [--json FOLDER]         what `make gpu` recorded, once more; measures nothing
 
 One module per benchmark, each `run(options) -> Report`. A bound is physics measured in the same process,
 before and after (lab.roofline.ceilings); a ratio is the share of it that was reached. `--quick` proves that a
-benchmark runs, and nothing else.
+benchmark runs, and nothing else; `--tiny` does so with the cases of a GPU. `--seconds` is a budget.
 """
 
 import sys
@@ -18,6 +19,8 @@ from minserve.bench import (
     ctx_slope,
     decode,
     decode_attention,
+    gpu_table,
+    offline,
     overhead,
     paged_attention,
     peers,
@@ -38,6 +41,7 @@ BENCHES = {
     "ctx-slope": ctx_slope.run,
     "cold-start": cold_start.run,
     "batching": batching.run,
+    "offline": offline.run,
     "overhead": overhead.run,
     "prefix": prefix.run,
     "chunked": chunked.run,
@@ -47,8 +51,10 @@ BENCHES = {
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("name", choices=[*BENCHES, "all"], help="what to measure")
-    parser.add_argument("--json", type=Path, help="write the report to this file (a folder for `all`)")
+    parser.add_argument("name", choices=[*BENCHES, "all", "table"], help="what to measure")
+    parser.add_argument(
+        "--json", type=Path, help="write the report to this file (a folder for `all`, `table`)"
+    )
     only = "`peers` only, to measure it in the same run:"
     parser.add_argument("--vllm-python", help=f"{only} a Python that has vLLM")
     parser.add_argument("--llama-cpp", help=f"{only} the folder of llama.cpp's programs, or its llama-bench")
@@ -57,6 +63,8 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
+    if args.name == "table":
+        return gpu_table.show(args.json or gpu_table.RECORDED)
     names = list(BENCHES) if args.name == "all" else [args.name]
     if problem := refusal(args):
         print(f"bench: {problem}", file=sys.stderr)

@@ -1,10 +1,11 @@
 """What every benchmark needs: its options, models, greedy rates, and ceilings measured before and after."""
 
 import gc
+import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,6 +17,16 @@ from minserve.lab.roofline import Ceilings, Machine, ceilings, name_of
 from minserve.model import Model
 
 GPU_SHAPES = ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"]
+TINY = {  # the same families, a thousandth of the size: what `--tiny` runs in their place
+    f"tiny-{name}": replace(
+        SHAPES[name], vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=16, context=2048, windows=(),
+    )
+    for name in GPU_SHAPES
+}  # fmt: skip
+
+
+LEFT_OUT = "left out, for no time was left: "
 
 
 @dataclass(frozen=True)
@@ -28,18 +39,26 @@ class Options:
     vllm_python: str | None = None  # only `bench peers`, like the next two
     llama_cpp: str | None = None
     llama_model: str | None = None
+    tiny: bool = False  # a GPU's cases, made small enough for any machine
+    seconds: float | None = None  # what there is for all of it, from `started` on; None: as long as it takes
+    started: float = field(default_factory=time.monotonic)
+    left_out: list[str] = field(default_factory=list)  # cases for which no time was left
 
     @classmethod
     def of(cls, args, name: str, command: str) -> "Options":
         words = ["python -m minserve", command]
         words += [f"--model {label(args.model)}"] if args.model else []
         words += [f"--dtype {args.dtype}"] if args.dtype else []
-        words += ["--quick"] if args.quick else []
-        paths = {name: getattr(args, name, None) for name in ("vllm_python", "llama_cpp", "llama_model")}
-        for path, what in zip(paths, ("PYTHON", "FOLDER", "FILE.gguf")):  # where it lies is nobody's business
-            words += [f"--{path.replace('_', '-')} {what}"] if paths[path] else []
+        tiny, seconds = getattr(args, "tiny", False), getattr(args, "seconds", None)
+        words += ["--tiny"] if tiny else ["--quick"] if args.quick else []
+        words += [f"--seconds {seconds:g}"] if seconds else []
+        words += (
+            ["--vllm-python PYTHON"] if getattr(args, "vllm_python", None) else []
+        )  # where it lies is nobody's business
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
-        return cls(name, " ".join(words), args.model, dtype, args.quick, **paths)
+        others = {key: getattr(args, key, None) for key in ("vllm_python", "llama_cpp", "llama_model")}
+        quick, command = args.quick or tiny, " ".join(words)
+        return cls(name, command, args.model, dtype, quick, **others, tiny=tiny, seconds=seconds)
 
     @property
     def dtype_name(self) -> str:
@@ -51,8 +70,35 @@ class Options:
 
     @property
     def at_most(self) -> float:
-        """Seconds of repeating per model: a benchmark under 90 s on 2 cores, all under 9 minutes on a GPU."""
-        return 5 if self.quick else 25 if on_gpu() else 45
+        """Seconds of repeating: a benchmark under 90 s on 2 cores; what is left, where the time was given."""
+        usual = 5 if self.quick else 25 if on_gpu() else 45
+        return usual if self.seconds is None else min(usual, max(0.5, self.left))
+
+    @property
+    def left(self) -> float:
+        return math.inf if self.seconds is None else self.started + self.seconds - time.monotonic()
+
+    @property
+    def gpu_cases(self) -> bool:
+        return self.tiny or on_gpu()
+
+    def shares(self, cases: Iterable, least: int = 1):
+        """(case, options for it): each gets its share of the time left, the first `least` in any case.
+
+        When the time is over, the rest is left out, and named in `left_out`: the most telling cases come first.
+        """
+        cases = list(cases)
+        for i, case in enumerate(cases):
+            if i >= least and self.left <= 0:
+                self.left_out.extend(map(str, cases[i:]))
+                return
+            share = None if self.seconds is None else self.left / (len(cases) - i)
+            yield case, replace(self, seconds=share, started=time.monotonic())
+
+    def note(self, *notes: str) -> str:
+        """One note out of several, some of them empty; and which cases found no time."""
+        missing = f"{LEFT_OUT}{', '.join(self.left_out)}" if self.left_out else ""
+        return "; ".join(filter(None, [*notes, missing]))
 
     def report(self) -> Report:
         return Report(self.name, self.command)
@@ -69,6 +115,10 @@ def add_model_arguments(parser) -> None:
         "--dtype", choices=list(weights.DTYPES), help="default: bfloat16 where the device has it"
     )
     parser.add_argument("--quick", action="store_true", help="prove that it runs; the numbers mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="--quick, and a GPU's cases in a size for any machine"
+    )
+    parser.add_argument("--seconds", type=float, help="time for all of it: fewer repeats, then fewer cases")
 
 
 def on_gpu() -> bool:
@@ -90,6 +140,8 @@ def chosen(options: Options) -> list[str | None]:
     """The models to measure: the one asked for; else SmolLM2, and on a GPU the real shapes that fit."""
     if options.model:
         return [options.model]
+    if options.tiny:
+        return list(TINY)
     if not on_gpu():
         return [None]
     here = [] if fetch.faults(fetch.default_folder()) else [None]
@@ -103,8 +155,8 @@ def fits(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def load(name: str | None, dtype: torch.dtype) -> Model:
-    if name in SHAPES:
-        return Model.random(SHAPES[name], dtype, device())
+    if shape := (SHAPES | TINY).get(name):
+        return Model.random(shape, dtype, device())
     try:
         return weights.load(fetch.resolve(name), dtype, device())
     except (fetch.FetchError, OSError, ValueError) as error:  # its text says what is wrong and what to do
@@ -114,6 +166,11 @@ def load(name: str | None, dtype: torch.dtype) -> Model:
 def label(name: str | None) -> str:
     """A model's name in a row: the last part of a path, so that no machine's folders end up in a report."""
     return (name or fetch.DEFAULT_MODEL).rstrip("/").split("/")[-1]
+
+
+def attention_heads(options: Options) -> tuple[int, int, int]:
+    """Query heads, key/value heads, channels: Llama-3.1-8B's on a GPU, SmolLM2's on a CPU."""
+    return (4, 2, 16) if options.tiny else (32, 8, 128) if on_gpu() else (9, 3, 64)
 
 
 def random_prompt(config: ModelConfig, tokens: int) -> list[int]:

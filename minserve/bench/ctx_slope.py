@@ -38,8 +38,8 @@ def run(options: Options) -> Report:
             report.add(Row(f"{case}, context {context:,}: {who}", "s", seconds, base + context * slope))
     for who, by_context in times.items():
         fits = [line(list(by_context), step) for step in zip(*by_context.values())]  # one line per repeat
-        target = TARGET if who == "minserve" and on_gpu() else None
-        note = around.note if who == "minserve" else ""
+        target = TARGET if who == "minserve" and options.gpu_cases else None
+        note = options.note(around.note) if who == "minserve" else ""
         report.add(Row(f"{case}, a, at no context: {who}", "s", [a for a, _ in fits], base))
         slopes = [b for _, b in fits]
         report.add(Row(f"{case}, b, per token of context: {who}", "s/token", slopes, slope, target, note))
@@ -54,25 +54,27 @@ def step_times(options: Options, name: str | None):
             f"bench: {label(name)} has sliding windows; its cost per token of context is no line"
         )
     longest = 128 if options.quick else longest_context(model)
-    contexts = [longest // 2**i for i in (range(0, 8) if on_gpu() else range(0, 4))][::-1]
+    halvings = 4 if options.tiny else 8 if on_gpu() else 4
+    contexts = [longest // 2**i for i in range(halvings)]
+    contexts.insert(1, contexts.pop())  # the two ends fix the line; what lies between shows that it is one
     cache = KVCache(model.config, longest + 1, model.dtype, model.device)
     for x in (*cache.k, *cache.v):
         x.normal_()
     cache.advance(longest)
     times = {"minserve": {}, "transformers": {}}
     other = twin(model)
-    for context in contexts:
+    for context, its in options.shares(contexts, least=2):
         sides = {
-            "minserve": own_step(model, cache, context),
+            "minserve": own_step(model, cache, context, options.gpu_cases),
             "transformers": their_step(other, their_cache(other, cache, context)),
         }
-        each = options.progress(f"context {context:,}")
-        samples = in_turn(
-            sides, warmup=2, repeats=options.repeats, at_most=options.at_most / len(contexts), each=each
-        )
+        each, at_most = options.progress(f"context {context:,}"), options.at_most / len(contexts)
+        if options.seconds is not None:
+            at_most = its.at_most
+        samples = in_turn(sides, warmup=2, repeats=options.repeats, at_most=at_most, each=each)
         for who, seconds in samples.items():
             times[who][context] = seconds
-    return model.config, times
+    return model.config, {who: dict(sorted(by_context.items())) for who, by_context in times.items()}
 
 
 def longest_context(model: Model) -> int:
@@ -84,11 +86,12 @@ def longest_context(model: Model) -> int:
     return min(most, int(0.35 * free / kv_bytes(model.config, 1, model.dtype.itemsize)))
 
 
-def own_step(model, cache: KVCache, context: int):
+def own_step(model, cache: KVCache, context: int, static: bool = False):
     """A function that runs one step behind `context` tokens of the cache and returns its seconds."""
-    if on_gpu():
+    if static:
         step = StaticStep(model, cache, context + 1)
-        step.capture()
+        if on_gpu():
+            step.capture()
 
         def once() -> float:
             step.start(1, context)

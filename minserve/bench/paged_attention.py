@@ -9,71 +9,106 @@ Story    notebooks/05_paged_attention.ipynb
 """
 
 import random
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from minserve.batch import Packer
-from minserve.bench.common import Around, Options, device, on_gpu
+from minserve.bench.common import Around, Options, attention_heads, device, on_gpu
 from minserve.bench.kernel import kernel_samples
 from minserve.bench.workload import PAGE
 from minserve.kernels.decode_attention import decode_attention
 from minserve.kernels.paged_attention import paged_decode
 from minserve.kernels.paged_prefill import paged_prefill
-from minserve.lab.report import Report, Row
+from minserve.lab.report import Report, Row, quantity
 from minserve.lab.roofline import name_of
 from minserve.paged_attention import Gathered
 from minserve.request import Request, SamplingParams
 
 RAGGED = [random.Random(0).randint(256, 16384) for _ in range(64)]
-GPU_CASES = {  # lengths -> share of the bandwidth worth reaching
-    "32 x 4,096": ([4096] * 32, 0.85),
-    "256 x 1,024": ([1024] * 256, 0.85),
-    "8 x 4,096": ([4096] * 8, 0.72),
-    "1 x 32,768": ([32768], 0.70),
-    "1 x 131,072": ([131072], 0.82),
-    "64 ragged, 256 to 16,384": (RAGGED, 0.75),
-}
-CPU_CASES = {
-    "8 x 512": ([512] * 8, None),
-    "32 x 256": ([256] * 32, None),
-    "32 ragged, 16 to 512": ([random.Random(0).randint(16, 512) for _ in range(32)], None),
-}
+SHORT, MICROSECONDS = [1024], 10  # too little work for a share of the bandwidth: what counts is the time
+GPU_CASES = [  # lengths, share of the bandwidth worth reaching
+    ([4096] * 32, 0.85),
+    (RAGGED, 0.75),
+    ([131072], 0.82),
+    (SHORT, None),
+    ([1024] * 256, 0.85),
+    ([4096] * 8, 0.72),
+    ([32768], 0.70),
+]
+CPU_CASES = [
+    ([512] * 8, None),
+    ([256] * 32, None),
+    ([random.Random(0).randint(16, 512) for _ in range(32)], None),
+]
 
 
 def run(options: Options) -> Report:
     report, measured = options.report(), []
-    heads = (32, 8, 128) if on_gpu() else (9, 3, 64)
-    cases = {"2 x 48": ([48, 48], None)} if options.quick else GPU_CASES if on_gpu() else CPU_CASES
+    heads = attention_heads(options)
     new, past = (16, 48) if options.quick else (2048, 32768) if on_gpu() else (256, 1024)
     with Around(options) as around:
-        for name, (lengths, target) in cases.items():
-            measured.append((name, target, *decode_samples(options, lengths, *heads)))
+        for case, its in options.shares(cases(options)):
+            measured.append((case, *decode_samples(its, case.lengths, *heads)))
         chunk, chunk_notes = chunk_samples(options, new, past, *heads)
     shape = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {name_of(options.dtype)}"
-    for name, target, nbytes, samples, notes in measured:
-        note = "; ".join(filter(None, [around.note, *notes]))
-        for who, seconds in samples.items():
-            ours = who == "paged"
-            rates, bound = [nbytes / s for s in seconds], around.machine.read_bandwidth
-            report.add(
-                Row(
-                    f"{shape}, {name}: {who}",
-                    "B/s",
-                    rates,
-                    bound,
-                    target if ours else None,
-                    note if ours else "",
-                )
-            )
-        pairs = zip(samples["paged"], samples["contiguous"])
-        target = 0.95 if on_gpu() else None
-        report.add(Row(f"{shape}, {name}: paged / contiguous", "x", [b / a for a, b in pairs], 1.0, target))
+    for i, (case, nbytes, samples, notes) in enumerate(measured):
+        moved = options.note(around.note) if i == 0 else ""
+        note = "; ".join(filter(None, [moved, *notes]))
+        bandwidth = around.machine.read_bandwidth
+        add_rows(report, options, f"{shape}, {case}", case, nbytes, bandwidth, samples, note)
     flops = 4 * heads[0] * heads[2] * (new * past + new * (new + 1) // 2)
-    rates, target = [flops / s for s in chunk["paged"]], 0.50 if on_gpu() else None
+    rates, target = [flops / s for s in chunk["paged"]], 0.50 if options.gpu_cases else None
     case = f"{shape}, chunk of {new:,} after {past:,}: paged"
     report.add(Row(case, "FLOP/s", rates, around.machine.flops, target, "; ".join(chunk_notes)))
     return report
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: list[int]
+    target: float | None = None
+    seconds: float | None = None  # worth reaching
+
+    def __str__(self) -> str:
+        least, most, count = min(self.lengths), max(self.lengths), len(self.lengths)
+        return f"{count} x {most:,}" if least == most else f"{count} ragged, {least:,} to {most:,}"
+
+
+def cases(options: Options) -> list[Case]:
+    if not options.gpu_cases:
+        return [Case([48, 48])] if options.quick else [Case(*case) for case in CPU_CASES]
+    found = [Case(*case, MICROSECONDS * 1e-6 if case[0] is SHORT else None) for case in GPU_CASES]
+    if not options.tiny:
+        return found
+    small = [[max(1, n // 256) for n in c.lengths[: max(1, len(c.lengths) // 8)]] for c in found]
+    return [replace(c, lengths=lengths) for c, lengths in zip(found, small)]
+
+
+def add_rows(
+    report: Report,
+    options: Options,
+    name: str,
+    case: Case,
+    nbytes: int,
+    bandwidth: float,
+    samples: dict,
+    note: str,
+) -> None:
+    bound, target = nbytes / bandwidth, case.target
+    if case.seconds:
+        target, wanted = bound / case.seconds, f"wanted: {case} in {quantity(case.seconds, 's')}"
+        note = "; ".join(filter(None, [note, wanted]))
+    for who, seconds in samples.items():
+        about = (target, note) if who == "paged" else (None, "")
+        if case.seconds:
+            report.add(Row(f"{name}: {who}", "s", seconds, bound, *about))
+        else:
+            report.add(Row(f"{name}: {who}", "B/s", [nbytes / s for s in seconds], bandwidth, *about))
+    ratios = [b / a for a, b in zip(samples["paged"], samples["contiguous"])]
+    target = 0.95 if options.gpu_cases else None
+    report.add(Row(f"{name}: paged / contiguous", "x", ratios, 1.0, target))
 
 
 def step_of(rows: list[tuple[int, int]]):
@@ -93,7 +128,7 @@ def decode_samples(options: Options, lengths: list[int], heads: int, kv_heads: i
     """(bytes of one call, seconds per side, notes)"""
     batch, pages = step_of([(n - 1, 1) for n in lengths])
     B, longest = len(lengths), max(lengths)
-    gathered = None if on_gpu() else Gathered(batch, PAGE, None, 0)
+    gathered = None if options.gpu_cases else Gathered(batch, PAGE, None, 0)
     seen = (torch.arange(longest, device=device()) < batch.lengths[:, None])[:, None, None]  # [B, 1, 1, S]
     seen = None if bool(seen.all()) else seen
 
@@ -111,7 +146,7 @@ def decode_samples(options: Options, lengths: list[int], heads: int, kv_heads: i
         return paged_decode(q, k, v, batch.tables, batch.starts, batch.lengths, 1, longest)
 
     def contiguous(q, _, __, k, v):
-        if on_gpu():
+        if options.gpu_cases:
             return decode_attention(q, k, v, batch.lengths, longest)
         rows = q.view(
             B, kv_heads, heads // kv_heads, head_dim
@@ -126,7 +161,7 @@ def decode_samples(options: Options, lengths: list[int], heads: int, kv_heads: i
 def chunk_samples(options: Options, new: int, past: int, heads: int, kv_heads: int, head_dim: int):
     """(seconds, notes) of one chunk behind a long past."""
     batch, pages = step_of([(past, new)])
-    gathered = None if on_gpu() else Gathered(batch, PAGE, None, 0)
+    gathered = None if options.gpu_cases else Gathered(batch, PAGE, None, 0)
 
     def buffers():
         shapes = [(new, heads, head_dim)] + [(pages, PAGE, kv_heads, head_dim)] * 2

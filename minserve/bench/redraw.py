@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
-from minserve.bench import ladder, peers
-from minserve.lab import figures
+from minserve.bench import gpu_table, ladder
+from minserve.lab import figures, shares
 from minserve.lab.report import Report
 
 FIGURES = Path("figures")
+TITLES = {  # what a GPU figure shows
+    "decode": "Decoding, one sequence: share of the bandwidth roof",
+    "paged-attention": "Paged attention alone: share of the bandwidth roof",
+    "prefill-attention": "Prefill attention alone: share of the matmul rate",
+    "offline": "Many requests at once: share of the roofline of the schedule",
+    "overhead": "Deciding, and how much of the time the device computes",
+}
 
 
 def layout(path: Path) -> None:
@@ -15,14 +22,51 @@ def layout(path: Path) -> None:
     figures.save(ax, path, title, "each cell shows its offset, in elements; a token takes G x D = 8 of them")
 
 
+def gpu(data: Path, into: Path) -> list[Path]:
+    """Every figure of `make gpu`, and its table as gpu.md, from the JSON files of the run in `data`."""
+    if not (data / "gpu_run.json").is_file():
+        return []
+    run, drawn = gpu_table.Run.load(data), [into / "gpu.md"]
+    into.mkdir(parents=True, exist_ok=True)
+    drawn[0].write_text(gpu_table.markdown(data), encoding="utf-8")
+    for step in run.steps:
+        report = step.report(data)
+        if report and step.name != "kernels" and shares.sides_of(report):
+            drawn.append(into / f"gpu_{step.name.replace('-', '_')}.png")
+            one(step.name, report, drawn[-1], dry(run))
+    if rows := gpu_table.targeted(data):
+        drawn.append(into / "gpu.png")
+        ax = shares.reached(figures.axes(6.4, 0.9 + 0.24 * len(rows)), rows)
+        figures.save(ax, drawn[-1], gpu_table.totals(data, run), gpu_table.where(data, run) + dry(run))
+    return drawn
+
+
+def one(name: str, report: Report, path: Path, remark: str) -> None:
+    """A step's figure: lines for what grows with context, bars for the rest."""
+    cases = shares.sides_of(report)
+    if name == "ctx-slope":
+        ax, about = shares.slope(figures.axes(), report), next(iter(cases)).split(", context")[0]
+        title = "What context costs a decode step: time, and the least it can be"
+    else:
+        bars = sum(map(len, cases.values())) + 0.7 * len(cases)
+        ax, about = (
+            shares.shares(figures.axes(6.4, 1.0 + 0.22 * bars), cases),
+            shares.common_start(list(cases)),
+        )
+        title = TITLES.get(name, f"{name}: share of the bound")
+    figures.save(ax, path, title, ", ".join(filter(None, [about, report.where, report.date])) + remark)
+
+
+def dry(run) -> str:
+    return "; a dry run, its numbers mean nothing" if run.dry else ""
+
+
 def main() -> None:
     layout(FIGURES / "03_layout.png")
     recorded = FIGURES / "data" / "ladder.json"
     if recorded.is_file():
         ladder.draw(Report.load(recorded), FIGURES / "ladder.png")
-    recorded = FIGURES / "data" / "peers_cpu.json"
-    if recorded.is_file():
-        peers.draw(Report.load(recorded), FIGURES / "peers.png")
+    gpu(FIGURES / "data", FIGURES)
     print("drawn:", ", ".join(sorted(path.as_posix() for path in FIGURES.glob("*.png"))))
 
 

@@ -48,6 +48,16 @@ class Row:
     def passed(self) -> bool | None:
         return None if self.target is None or self.ratio is None else self.ratio >= self.target
 
+    def cells(self) -> tuple[str, str, str, str]:
+        """Bound, measured, ratio, target, as they are printed; empty where there is none."""
+        bound = "" if self.bound is None else quantity(self.bound, self.unit)
+        return (
+            bound,
+            quantity(self.median, self.unit),
+            share(self.ratio, self.unit),
+            share(self.target, self.unit),
+        )
+
     def as_dict(self) -> dict:
         return {
             "case": self.case,
@@ -104,11 +114,9 @@ class Report:
         about = f"{self.name}   {self.where}   torch {self.versions.get('torch', '?')}   {self.date}"
         lines = [about, f"{'case':<{wide}}  {'bound':>12}  {'measured':>12}  {'ratio':>7}  (target)"]
         for row in self.rows:
-            bound = "" if row.bound is None else quantity(row.bound, row.unit)
-            target = "" if row.target is None else f"({share(row.target, row.unit)})"
-            target += " below" if row.passed is False else ""
-            cells = f"{bound:>12}  {quantity(row.median, row.unit):>12}  {share(row.ratio, row.unit):>7}"
-            lines.append(f"{row.case:<{wide}}  {cells}  {target}".rstrip())
+            bound, measured, ratio, target = row.cells()
+            target = (f"({target})" if target else "") + (" below" if row.passed is False else "")
+            lines.append(f"{row.case:<{wide}}  {bound:>12}  {measured:>12}  {ratio:>7}  {target}".rstrip())
             lines += [f"    {row.note}"] if row.note else []
         return "\n".join(lines)
 
