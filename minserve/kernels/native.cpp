@@ -97,7 +97,8 @@ static inline vec exp(vec x) {
 }
 
 // ---------------------------------------------------------------- threads
-static int threads = 1;
+extern "C" int threads;  // Python's to set
+int threads = 1;
 // To wake a thread costs microseconds: it pays from some tens of KB on.
 static int hands(int64_t bytes) { return bytes < 65536 ? 1 : threads; }
 
@@ -357,7 +358,6 @@ static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t
 
 // ---------------------------------------------------------------- what Python calls
 // Variables that hold the addresses of the kernels, as templates have no names that C knows.
-extern "C" void set_threads(int64_t n) { threads = n; }
 #define EXPORT(NAME) auto NAME##_float32 = &NAME<float>; auto NAME##_bfloat16 = &NAME<bf16>;
 extern "C" {
 EXPORT(embed)

@@ -153,7 +153,7 @@ class Native:
 
     def __init__(self, compiled: ctypes.CDLL | None = None):
         compiled = compiled or library()
-        self._set_threads, self._threads, self._calls = compiled.set_threads, 0, None
+        self._threads, self._calls = ctypes.c_int.in_dll(compiled, "threads"), None
         self._functions = {
             (name, dtype): ctypes.CFUNCTYPE(None, *(TYPES[c] for c in signature))(
                 ctypes.c_void_p.in_dll(compiled, f"{name}_{suffix}").value
@@ -179,9 +179,7 @@ class Native:
                 f"{name}: {tensors[0].dtype} on {tensors[0].device}; the CPU's kernels take float32 and bfloat16 "
                 f"on cpu; convert with .to(), or use the definition"
             )
-        if (threads := torch.get_num_threads()) != self._threads:
-            self._set_threads(threads)
-            self._threads = threads
+        self._threads.value = torch.get_num_threads()
         arguments = (*(None if x is None else x.data_ptr() for x in tensors), *numbers)
         function(*arguments)
         if self._calls is not None:
