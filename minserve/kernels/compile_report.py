@@ -1,4 +1,4 @@
-"""Compile every kernel for GPUs that are not here, and count what the compiler made of it.
+"""Compile every kernel for GPUs that are not here, and hold the counts against gates.
 
     python -m minserve.kernels.compile_report            prints the table
     python -m minserve.kernels.compile_report --write    and writes figures/data/compile_report.json
@@ -8,19 +8,21 @@ One row per kernel, head size, dtype and architecture:
     registers   per thread; 255 is the most NVIDIA has, 512 AMD
     spills      bytes per thread that did not fit in registers and went to memory
     shared      bytes of on-chip memory per program; the limit is per architecture
+    occupancy   warps a processor holds / warps it has room for, as registers and shared memory permit
     widest      bits of the widest global load
     wide        share of the loaded bytes that come in 128-bit loads (each instruction counted once)
+    copies      loads that go to shared memory by themselves while the kernel computes (cp.async)
     mma         matrix instructions: mma.sync (NVIDIA), wgmma (Hopper's, four warps at a time), mfma (AMD)
+    operations  integer, logic and conversion instructions per weight, in kernels that multiply a weight matrix
 
-Sources  Triton compiles ahead of time through ASTSource and GPUTarget; its wheel has ptxas and cuobjdump.
+Rows named "..., naive: ..." are the same kernel as one would first write it, in bf16 for sm_80 and sm_90: what
+they lose on is in NAIVE, and a test holds the tuned row to being better on just these counts. Occupancy is among
+them where it is what hides latency; a kernel with `copies` under way needs few warps, and may have fewer.
 Story    notebooks/04_flash_attention.ipynb
 """
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch
 
 from minserve.kernels import decode_attention as decode
 from minserve.kernels import (
+    gemv,
     kv_write,
     pack,
     paged_attention,
@@ -36,18 +39,19 @@ from minserve.kernels import (
     prefill_attention,
     rms_norm,
     rope,
+    rope_and_write,
     sample,
     silu_mul,
     stream,
     triton,
 )
+from minserve.kernels.compile_counts import compile_for, count
 
 TABLE = Path(__file__).parents[2] / "figures" / "data" / "compile_report.json"
 SHARED_LIMIT = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 HEADS = dict(H=32, G=8)  # Llama-3.1-8B: a group of 4
 PAGE = 16  # slots per page
-ANY = ("splits", "tokens", "pages_stride", "halvings")  # integers that need not be multiples of 16
 
 
 def cases(arch: str, dtype: str) -> list[tuple]:
@@ -79,6 +83,12 @@ def cases(arch: str, dtype: str) -> list[tuple]:
                 "logits_stride"),
          dict(V=49_152, BLOCK=sample.BLOCK), dict(num_warps=8)),
     ]  # fmt: skip
+    rows += [  # Llama-3.1-8B's fused projection, on an H100
+        (f"gemv {M}", gemv._gemv_kernel,
+         _types(f"x {x} weight {x} out {x}", "x_stride weight_stride N"),
+         dict(bias_ptr=None, M=M, K=4096, **gemv.tiles(6144, 4096, DTYPES[dtype], arch, 132)), {})
+        for M in (1, gemv.MOST_ROWS_OF_X)
+    ]  # fmt: skip
     for D in (64, 128):
         rows += _head_cases(arch, dtype, x, D) + _paged_cases(arch, dtype, x, D)
     return rows
@@ -90,6 +100,12 @@ def _head_cases(arch, dtype, x, D):
     strides = "q_stride k_stride v_stride"
     block = prefill_attention.tiles(D, DTYPES[dtype], arch)
     split = decode.tiles(D, DTYPES[dtype], arch, HEADS["H"] // HEADS["G"])
+    fused = _types(
+        f"qkv {x} turns *fp32 positions *i64 slots *i64 q_norm {x} k_norm {x} q_out {x} k_cache {x} v_cache {x}",
+        "qkv_stride k_cache_stride v_cache_stride",
+    )
+    group = dict(HEADS, HALF=D // 2, BLOCK_R=8, BLOCK_HALF=D // 2)
+    warps = dict(num_warps=8 * D // 512)
     for_decode = _types(
         f"q {x} k {x} v {x} lengths *i32 out *fp32 lse *fp32",
         "q_stride k_stride_b k_stride_s v_stride_b v_stride_s splits",
@@ -98,6 +114,9 @@ def _head_cases(arch, dtype, x, D):
         (f"rope {D}", rope._rope_kernel,
          _types(f"q {x} k {x} cos *fp32 sin *fp32 q_out {x} k_out {x}", "q_stride k_stride"),
          rotate, dict(num_warps=min(8, 32 * D // 2 // 512))),
+        (f"rope_and_write {D}", rope_and_write._rope_and_write_kernel, fused,
+         group | dict(q_norm_ptr=None, k_norm_ptr=None), warps),
+        (f"rope_and_write {D} norms", rope_and_write._rope_and_write_kernel, fused, group, warps),
         (f"prefill_attention {D}", prefill_attention._prefill_attention_kernel, _types(pointers, strides),
          dict(HEADS, D=D, WINDOW=None, SINKS=0, **block), {}),
         (f"prefill_attention {D} window", prefill_attention._prefill_attention_kernel,
@@ -139,6 +158,30 @@ def _paged_cases(arch, dtype, x, D):
     return rows
 
 
+NAIVE = {  # (kernel, what is naive) -> (what differs, the counts on which the tuned one is better)
+    ("rms_norm", "one warp"): (dict(num_warps=1), ("occupancy", "registers")),
+    ("prefill_attention 128", "tiles of 16"): (
+        dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1), ("copies", "wgmma"),
+    ),
+    ("prefill_attention 128", "one stage"): (dict(num_stages=1), ("copies",)),
+    ("prefill_attention 128", "all in 4 warps"): (dict(BLOCK_N=128, num_warps=4), ("spills",)),
+    ("prefill_attention 128", "keys anywhere"): (dict(unaligned=("k_stride", "v_stride")), ("wide", "copies")),
+    ("decode_attention 128", "one stage"): (dict(num_stages=1), ("copies",)),
+    ("paged_decode 128", "one stage"): (dict(num_stages=1), ("copies",)),
+    ("paged_decode 128", "pages anywhere"): (
+        dict(unaligned=("k_stride_p", "v_stride_p")), ("wide", "copies"),
+    ),
+    ("gemv 1", "one row, one number per load"): (dict(ROWS=1, VEC=1), ("widest", "wide", "operations")),
+}  # fmt: skip
+LESS_IS_BETTER = ("registers", "spills", "operations")
+
+
+def beats(tuned: dict, naive: dict, counted: str) -> bool:
+    if counted in LESS_IS_BETTER:
+        return tuned[counted] < naive[counted]
+    return tuned[counted] > naive[counted]
+
+
 def _types(pointers: str, integers: str) -> dict:
     words = pointers.split()
     return {f"{name}_ptr": kind for name, kind in zip(words[::2], words[1::2])} | {
@@ -146,78 +189,26 @@ def _types(pointers: str, integers: str) -> dict:
     }
 
 
-def compile_for(arch: str, kernel, types: dict, constants: dict, options: dict, unaligned: tuple = ()):
-    """The compiled kernel. Pointers and integers are declared multiples of 16, as they are in real models."""
-    launch = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
-    constants = {name: value for name, value in constants.items() if name not in launch}
-    names = kernel.arg_names
-    signature = {
-        n: "constexpr" if n in constants else types.get(n, "fp32") for n in names
-    }  # fp32: eps, scale
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if n in types and n not in (*ANY, *unaligned)
-    }
-    source = triton.compiler.ASTSource(
-        kernel, signature, {(names.index(n),): value for n, value in constants.items()}, attrs
-    )
-    return triton.compile(source, target=_target(arch), options=launch | options)
-
-
-def _target(arch: str):
-    from triton.backends.compiler import GPUTarget
-
-    if arch.startswith("gfx"):
-        return GPUTarget("hip", arch, 64)
-    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-
-
-def count(compiled, arch: str) -> dict:
-    """The numbers of one row, read out of the assembly and the binary."""
-    if arch.startswith("gfx"):
-        asm = compiled.asm["amdgcn"]
-        number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", asm)[1])  # noqa: E731
-        registers, spills = number("vgpr_count"), number("private_segment_fixed_size")
-        loads = [32 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?\b", asm)]
-        loads += [16 for _ in re.findall(r"(?:global|buffer)_load_(?:u|s)?(?:short|byte)", asm)]
-    else:
-        asm = compiled.asm["ptx"]
-        registers, spills = _resources(compiled.asm["cubin"])
-        vectors = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\s", asm)
-        loads = [int(n or 1) * int(bits) for n, bits in vectors]
-        loads += [
-            8 * int(size, 0)
-            for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x\w+|\d+)", asm)
-        ]
-    instructions = {"mma.sync": "mma.sync.aligned", "wgmma": "wgmma.mma_async", "mfma": "v_mfma_"}
-    matrix = {name: asm.count(text) for name, text in instructions.items()}
-    wide = sum(bits for bits in loads if bits >= 128) / max(1, sum(loads))
-    return dict(
-        registers=registers, spills=spills, shared=compiled.metadata.shared, widest=max(loads, default=0),
-        wide=round(wide, 2), **matrix,
-    )  # fmt: skip
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    number = lambda key: int(re.search(rf"{key}:(\d+)", text)[1])  # noqa: E731
-    return number("REG"), number("STACK") + number("LOCAL")
-
-
 def rows_for(job: tuple[str, str]) -> list[dict]:
     arch, dtype = job
-    rows = []
-    for label, kernel, types, constants, options in cases(arch, dtype):
-        compiled = compile_for(arch, kernel, types, constants, options)
-        rows.append(dict(kernel=label, dtype=dtype, arch=arch, **count(compiled, arch)))
+    rows = [row_of(arch, dtype, label) for label, *_ in cases(arch, dtype)]
+    if dtype == "bf16" and arch in ("sm_80", "sm_90"):
+        rows += [naive_row(arch, label, what) for label, what in NAIVE]
     return rows
+
+
+def row_of(arch: str, dtype: str, label: str, unaligned: tuple = (), **changes) -> dict:
+    """One row of the table, with something changed if asked for."""
+    _, kernel, types, constants, options = next(c for c in cases(arch, dtype) if c[0] == label)
+    constants = constants | changes
+    weights = constants["ROWS"] * constants["VEC"] if label.startswith("gemv") else None
+    compiled = compile_for(arch, kernel, types, constants, options, unaligned)
+    return dict(kernel=label, dtype=dtype, arch=arch, **count(compiled, arch, weights))
+
+
+def naive_row(arch: str, label: str, what: str) -> dict:
+    changes, _ = NAIVE[label, what]
+    return row_of(arch, "bf16", label, **changes) | dict(kernel=f"{label}, naive: {what}")
 
 
 def report(processes: int = 2) -> dict:
@@ -231,6 +222,8 @@ def report(processes: int = 2) -> dict:
 def broken_gates(row: dict) -> list[str]:
     """What is wrong with one row, in words. An empty list lets it pass."""
     kernel, arch, wrong = row["kernel"], row["arch"], []
+    if "naive" in kernel:
+        return []
     if row["spills"]:
         wrong.append(f"{row['spills']} spilled")
     if row["shared"] > SHARED_LIMIT[arch]:
@@ -238,9 +231,10 @@ def broken_gates(row: dict) -> list[str]:
     if row["widest"] < 128 and kernel != "pack":  # pack gathers single numbers
         wrong.append(f"widest load is {row['widest']} bits, not 128")
     attention = kernel.startswith(("prefill_attention", "decode_attention", "paged_"))
+    streams = attention or kernel.startswith("gemv")
     # Without asynchronous copies a look into the table, 4 bytes, stands beside every two loads of 16 bytes.
     least = 0.7 if kernel.startswith("paged_decode 64") and arch == "gfx942" else 0.8
-    if attention and row["wide"] < least:
+    if streams and row["wide"] < least:
         wrong.append(f"only {row['wide']:.0%} of the bytes come in 128-bit loads")
     if attention and row["dtype"] != "fp32" and arch != "sm_75":
         # wgmma wants 64 rows; a step of decode has as many only when it verifies drafts
@@ -254,7 +248,8 @@ def broken_gates(row: dict) -> list[str]:
 def table(report: dict) -> str:
     columns = list(report["rows"][0])
     lines = [
-        [f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns] for row in report["rows"]
+        ["" if row[c] is None else f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns]
+        for row in report["rows"]
     ]
     widths = [max(map(len, column)) for column in zip(columns, *lines)]
     align = [str.ljust] * 3 + [str.rjust] * (len(columns) - 3)
