@@ -125,6 +125,21 @@ def test_decode_of_several_queries(queries, splits, dtype):
 
 @needs_kernel
 @unwritten
+@dtypes
+@pytest.mark.parametrize("masks", [dict(), dict(window=20, sinks=3)], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_that_pad_a_graph_read_nothing_and_get_zeros(splits, masks, dtype):
+    """One query each, of which nothing is known, no length, and tables full of pages that do not exist."""
+    (q, *rest), _, _ = paged_case([1, 1, 1, 1], [33, 0, 9, 0], S=8, dtype=dtype, **masks)
+    q[1], q[3] = NAN, NAN
+    got = decode.attend_in_splits(q, *rest, 1, splits, **masks)
+    assert torch.equal(got[1:4:2], torch.zeros_like(got[1:4:2]))
+    q[1], q[3] = 0, 0
+    checks.close(got[:4], decode.paged_attention_reference(q, *rest, **masks)[:4])
+
+
+@needs_kernel
+@unwritten
 @slow
 @dtypes
 def test_decode_of_more_rows_than_a_tile(dtype):
