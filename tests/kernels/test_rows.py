@@ -96,6 +96,7 @@ def test_gemv_of_nothing():
     assert gemv.gemv(randn(2, 8), randn(0, 8)).shape == (2, 0)
 
 
+@needs_kernel
 @pytest.mark.parametrize("N, K, dtype, processors, rows, warps", [
     (4096, 4096, torch.bfloat16, 132, 4, 4), (2048, 2048, torch.bfloat16, 132, 2, 4),
     (576, 576, torch.bfloat16, 132, 1, 4), (28672, 256, torch.float16, 108, 4, 1),
