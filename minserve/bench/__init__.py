@@ -19,6 +19,7 @@ from minserve.bench import (
     ctx_slope,
     decode,
     decode_attention,
+    gemv,
     gpu_table,
     offline,
     overhead,
@@ -46,6 +47,7 @@ BENCHES = {
     "prefix": prefix.run,
     "chunked": chunked.run,
     "paged-attention": paged_attention.run,
+    "gemv": gemv.run,
     "peers": peers.run,
 }
 

@@ -28,14 +28,15 @@ def run(options: Options) -> Report:
     ]
     if options.quick:
         linears = [("small", 96, 64)]
+    work = [(M, *linear) for M in range(1, MOST_ROWS_OF_X + 1) for linear in linears]
     with Around(options) as around:
-        for what, N, K in linears:
-            for M in range(1, MOST_ROWS_OF_X + 1):
-                case = f"{what} {N:,} x {K:,}, {name_of(options.dtype)}, M = {M}"
-                measured.append((case, N * K * options.dtype.itemsize, *samples_of(options, M, N, K)))
-    for case, nbytes, samples, notes in measured:
+        for (M, what, N, K), its in options.shares(work):
+            case = f"{what} {N:,} x {K:,}, {name_of(options.dtype)}, M = {M}"
+            measured.append((case, N * K * options.dtype.itemsize, *samples_of(its, M, N, K)))
+    for i, (case, nbytes, samples, notes) in enumerate(measured):
+        moved = options.note(around.note) if i == 0 else ""
         for who, seconds in samples.items():
-            note = "; ".join(filter(None, [around.note, *notes])) if who == "minserve" else ""
+            note = "; ".join(filter(None, [moved, *notes])) if who == "minserve" else ""
             rates = [nbytes / s for s in seconds]
             report.add(Row(f"{case}: {who}", "B/s", rates, around.machine.read_bandwidth, note=note))
         faster = [theirs / ours for ours, theirs in zip(samples["minserve"], samples["F.linear"])]

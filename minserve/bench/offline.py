@@ -16,11 +16,12 @@ import random
 from dataclasses import replace
 
 from minserve.bench.common import Around, Options, chosen, clean_up, label, load, on_gpu
-from minserve.bench.workload import PAGE, Work, pool_for
-from minserve.engine import LLM
+from minserve.bench.workload import PAGE, Work
+from minserve.engine import LLM, default_pages
 from minserve.lab.measure import clock
 from minserve.lab.report import Report, Row
 from minserve.lab.roofline import Machine, attention_flops, flops_per_token, kv_bytes, weight_bytes
+from minserve.pages import pages_for
 from minserve.request import SamplingParams
 
 TARGET = 0.60
@@ -60,8 +61,9 @@ def nano_vllm(count: int, low: int, high: int, most_id: int) -> Work:
 
 def serve_again(options: Options, model, work: Work) -> list[tuple[float, list]]:
     """(output tokens per second, step log) of as many runs as there is time for, after a short one that warms up."""
+    pages = sum(pages_for(len(p) + n, PAGE) for p, n in zip(work.prompts, work.lengths))
     engine = LLM(
-        model, page_size=PAGE, num_pages=pool_for(len(work.prompts), work.longest), token_budget=16_384,
+        model, page_size=PAGE, num_pages=min(pages, default_pages(model, PAGE)), token_budget=16_384,
         max_running=len(work.prompts), prefix_caching=False, log_length=1_000_000,
     )  # fmt: skip
     runs = []

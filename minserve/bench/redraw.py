@@ -11,6 +11,7 @@ TITLES = {  # what a GPU figure shows
     "decode": "Decoding, one sequence: share of the bandwidth roof",
     "paged-attention": "Paged attention alone: share of the bandwidth roof",
     "prefill-attention": "Prefill attention alone: share of the matmul rate",
+    "gemv": "A linear layer for one token: share of the bandwidth roof",
     "offline": "Many requests at once: share of the roofline of the schedule",
     "overhead": "Deciding, and how much of the time the device computes",
 }
@@ -44,6 +45,8 @@ def gpu(data: Path, into: Path) -> list[Path]:
 def one(name: str, report: Report, path: Path, remark: str) -> None:
     """A step's figure: lines for what grows with context, bars for the rest."""
     cases = shares.sides_of(report)
+    if name == "gemv":  # 32 cases; those of one token tell the most
+        cases = {case: sides for case, sides in cases.items() if case.endswith("M = 1")}
     if name == "ctx-slope":
         ax, about = shares.slope(figures.axes(), report), next(iter(cases)).split(", context")[0]
         title = "What context costs a decode step: time, and the least it can be"
