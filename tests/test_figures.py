@@ -30,6 +30,11 @@ GPU_WORK = [(f"batch {b}", b, None) for b in (1, 2, 256, 300, 600)]
 TOGETHER = [(name, [1, 2], [1.0, 2.0 + i / 1e3]) for i, name in enumerate("abcd")]
 RATES = [30 * b**0.7 for b in BATCHES], [126 * b / (1 + b / 30) for b in BATCHES]
 KV = [("MHA", 2_621_440), ("GQA", 327_680), ("MQA", 40_960)]
+PEERS = [
+    ("one sequence", [("minserve", 104.0), ("transformers 5.24.0, generate", 25.0), ("vLLM 0.32.0", 60.4)]),
+    ("mixed 32", [("minserve", 350.0), ("transformers 5.24.0, continuous batching", 3.5), ("vLLM 0.32.0", 340.0)]),
+    ("decode-heavy 8", [("minserve", 300.0), ("vLLM 0.32.0", 417.0), ("llama.cpp b11434-0c1e570", 299.0)]),
+]  # fmt: skip
 FIGURES = {
     "ladder": lambda: figures.ladder(figures.axes(6.4, 2), RUNGS),
     "roofline": lambda: figures.roofline(figures.axes(6.4, 4), LAPTOP, WORK),
@@ -39,6 +44,7 @@ FIGURES = {
     "ends together": lambda: figures.curves(figures.axes(), TOGETHER, "n"),
     "batch curve": lambda: figures.batch_curve(figures.axes(), BATCHES, *RATES, crossover=12.3),
     "kv": lambda: figures.kv_bars(figures.axes(6.4, 2), KV),
+    "peers": lambda: figures.peers(figures.axes(6.4, 4), PEERS),
     "users": lambda: figures.user_bars(figures.axes(6.4, 2), [("MHA", 0), ("GQA", 97)]),
 }
 
@@ -123,6 +129,26 @@ def test_lines_differ_without_colour():
     ax = figures.kv_bars(figures.axes(), [("MHA", 4.0), ("GQA", 2.0), ("MQA", 1.0)])
     assert len({bar.get_hatch() for bar in ax.patches}) == 3
     assert [bar.get_width() for bar in ax.patches] == [4, 2, 1] and ax.get_xlim()[0] == 0
+
+
+def test_peers_are_bars_as_multiples_of_the_first_with_their_rates():
+    ax = figures.peers(figures.axes(6.4, 4), PEERS)
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == pytest.approx([1, 25 / 104, 60.4 / 104, 1, 0.01, 340 / 350, 1, 417 / 300, 299 / 300])
+    said = [text.get_text() for text in ax.texts]
+    assert {"one sequence", "mixed 32", "decode-heavy 8", "104 tok/s", "3.5 tok/s", "417 tok/s"} < set(said)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == [name for _, rows in PEERS for name, _ in rows] and ax.get_xlim()[0] == 0
+    looks = {name: (bar.get_hatch(), bar.get_edgecolor()) for name, bar in zip(names, ax.patches)}
+    assert len(set(looks.values())) == len(looks) == 5, (
+        "an engine looks the same in each group, and like no other"
+    )
+    centres = [bar.get_y() + bar.get_height() / 2 for bar in ax.patches]
+    assert list(ax.get_yticks()) == pytest.approx(centres) and len(set(centres)) == 9
+    frame = ax.get_window_extent()
+    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 + 1 for _, box in texts(ax)), (
+        "a label leaves the axes"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from minserve.bench import peers
 from minserve.lab.report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +31,17 @@ def test_numbers_are_the_recorded_ones():
 
 
 def test_the_table_against_others_is_the_recorded_one():
-    rows = dict(re.findall(r"^\| (minserve|transformers[^|]*|vLLM[^|]*) \| (\d+) \|$", README, re.MULTILINE))
-    names = ["minserve", "transformers, static", "transformers, continuous", "vLLM"]
-    assert list(rows.values()) == [f"{recorded('peers_cpu', f'requests: {name}'):.0f}" for name in names]
+    report = Report.load(ROOT / "figures" / "data" / "peers_cpu.json")
+    if "one sequence" not in peers.rates(report):  # recorded before there were five kinds of work
+        rows = dict(
+            re.findall(r"^\| (minserve|transformers[^|]*|vLLM[^|]*) \| (\d+) \|$", README, re.MULTILINE)
+        )
+        names = ["minserve", "transformers, static", "transformers, continuous", "vLLM"]
+        assert list(rows.values()) == [f"{recorded('peers_cpu', f'requests: {name}'):.0f}" for name in names]
+        return
+    assert peers.markdown(report) in README
+    engines = {row.split(" ")[0] for row in peers.markdown(report).replace("| ", "").splitlines()[2:]}
+    assert engines == {"minserve", "transformers", "vLLM", "llama.cpp"}, "one of them was not measured"
 
 
 def test_every_notebook_is_in_the_table():

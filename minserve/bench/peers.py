@@ -42,7 +42,7 @@ OURS, STATIC, CONTINUOUS = "minserve", "transformers", "transformers, continuous
 ROUNDS, SECONDS, SLOW = 5, 480, 8  # at most; all rounds together; a turn so long sits out every second round
 NAMES = {  # in the table and in the figure: {} is its version
     OURS: "minserve",
-    STATIC: "transformers {}, `generate`",
+    STATIC: "transformers {}, generate",
     CONTINUOUS: "transformers {}, continuous batching",
     "vLLM": "vLLM {}",
     "llama.cpp": "llama.cpp {}",
@@ -220,8 +220,8 @@ def markdown(report: Report) -> str:
     """Engines down, cases across, tokens per second: the README's table."""
     table = rates(report)
     found = {who for case in table.values() for who in case}
-    engines = [who for who in NAMES if who in found]
-    rows = [["tok/s", *table], ["---"] * (1 + len(table))]
+    engines = [who for who in NAMES if who in found] + sorted(found - NAMES.keys())
+    rows = [["tok/s", *table], ["---", *["---:"] * len(table)]]
     for who in engines:
         rows.append(
             [full_name(who, report), *(f"{case[who]:,.0f}" if who in case else "" for case in table.values())]
@@ -238,4 +238,6 @@ def draw(report: Report, path: Path) -> None:
         (case, [(full_name(who, report), rate) for who, rate in its.items()]) for case, its in table.items()
     ]
     ax = figures.peers(figures.axes(6.4, 0.6 + 0.24 * sum(len(bars) + 1.5 for _, bars in groups)), groups)
-    figures.save(ax, path, f"{OURS} is the fastest in {ahead} of {len(table)} kinds of work", report.where)
+    model = report.rows[0].case.split(", ")[0]
+    title = f"{OURS} is the fastest in {ahead} of {len(table)} kinds of work"
+    figures.save(ax, path, title, f"{model} on {report.where}")

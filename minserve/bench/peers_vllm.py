@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from minserve.bench.workload import Work
 from minserve.config import SHAPES
 from minserve.fetch import resolve
 
-PATIENCE = 300  # seconds that it may take to load or to answer
+PATIENCE, FAREWELL = 300, 30  # seconds to load or to answer; to end
 
 
 def loop():
@@ -82,7 +81,6 @@ class Vllm:
             [options.vllm_python, "-c", f"{inspect.getsource(loop)}\nloop()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=sys.stderr,
             text=True,
             env=os.environ | surroundings(torch.get_num_threads()),
         )
@@ -134,7 +132,7 @@ class Vllm:
         except OSError:  # it ended with a line of ours unread
             pass
         try:
-            self.process.wait(30)
+            self.process.wait(FAREWELL)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

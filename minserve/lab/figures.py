@@ -197,7 +197,7 @@ def peers(ax, groups: list[tuple[str, list[tuple[str, float]]]]):
     longest = max(rate / rows[0][1] for _, rows in groups for _, rate in rows)
     places, row = {}, 0.0
     for kind, rows in groups:
-        ax.text(0, row, kind, va="center", fontsize=9, fontweight="bold", color=INK)
+        ax.text(longest * 0.01, row, kind, va="center", fontsize=9, fontweight="bold", color=INK)
         for name, rate in rows:
             row += 1
             color, hatch = looks[name]
