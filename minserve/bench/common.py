@@ -52,11 +52,10 @@ class Options:
         tiny, seconds = getattr(args, "tiny", False), getattr(args, "seconds", None)
         words += ["--tiny"] if tiny else ["--quick"] if args.quick else []
         words += [f"--seconds {seconds:g}"] if seconds else []
-        words += (
-            ["--vllm-python PYTHON"] if getattr(args, "vllm_python", None) else []
-        )  # where it lies is nobody's business
-        dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
         others = {key: getattr(args, key, None) for key in ("vllm_python", "llama_cpp", "llama_model")}
+        for key, what in zip(others, ("PYTHON", "FOLDER", "FILE.gguf")):  # where it lies is nobody's business
+            words += [f"--{key.replace('_', '-')} {what}"] if others[key] else []
+        dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
         quick, command = args.quick or tiny, " ".join(words)
         return cls(name, command, args.model, dtype, quick, **others, tiny=tiny, seconds=seconds)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minserve.bench import gpu_table, ladder
+from minserve.bench import gpu_table, ladder, peers
 from minserve.lab import figures, shares
 from minserve.lab.report import Report
 
@@ -69,6 +69,9 @@ def main() -> None:
     recorded = FIGURES / "data" / "ladder.json"
     if recorded.is_file():
         ladder.draw(Report.load(recorded), FIGURES / "ladder.png")
+    recorded = FIGURES / "data" / "peers_cpu.json"
+    if recorded.is_file():
+        peers.draw(Report.load(recorded), FIGURES / "peers.png")
     gpu(FIGURES / "data", FIGURES)
     print("drawn:", ", ".join(sorted(path.as_posix() for path in FIGURES.glob("*.png"))))
 
