@@ -82,10 +82,9 @@ class Packer:
         lengths, known = host[3, :B].tolist(), np.fromiter(map(len, map(_tokens, requests)), np.int32, B)
         sampled = np.flatnonzero(host[3, :B] == known)
         last, sampled_seats = (  # [R] each
-            torch.from_numpy(x[sampled].astype(np.int64)).to(self.device, non_blocking=True)
-            for x in (host[2, 1:] - 1, host[0])
+            to_device(x[sampled].astype(np.int64), self.device) for x in (host[2, 1:] - 1, host[0])
         )
-        seats, computed, starts, device_lengths = torch.from_numpy(host).to(self.device, non_blocking=True)
+        seats, computed, starts, device_lengths = to_device(host, self.device)
         width = -(-max(lengths) // self.page_size)
         ids, positions, slots = launch(
             seats[:B], starts, computed[:B], self.tokens, self.tables, self.page_size, int(host[2, B])
@@ -111,7 +110,7 @@ class Packer:
             if dirty == 0:
                 fresh.append(request)
                 tokens = torch.tensor(request.tokens, dtype=torch.int32)
-                self.tokens[request.seat, : len(tokens)] = tokens.to(self.device)
+                self.tokens[request.seat, : len(tokens)] = to_device(tokens, self.device)
             rows += [request.seat] * (end - dirty)
             columns += range(dirty, end)
             pages += request.pages[dirty:]
@@ -119,9 +118,32 @@ class Packer:
         if pages and self.device.type == "cpu":
             self.tables.numpy()[rows, columns] = pages  # the same memory, without the dispatch of a tensor
         elif pages:
-            at = torch.tensor([rows, columns]).to(self.device)
-            self.tables[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32).to(self.device)
+            at = to_device(torch.tensor([rows, columns, pages]), self.device)
+            self.tables[at[0], at[1]] = at[2].int()
         return fresh
+
+
+def to_device(host, device: torch.device):
+    """A small array or tensor, on its way to the device: from pinned memory, so that nobody has to wait for it."""
+    host = torch.as_tensor(host)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+class ToHost:
+    """Tokens on their way to the host: copied behind the work that makes them, waited for only when they are read."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.tokens, self.arrived = tokens, None
+        if tokens.is_cuda:
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def tolist(self) -> list[int]:
+        if self.arrived:
+            self.arrived.synchronize()  # this copy's event: what was launched after it may still be running
+        return self.tokens.tolist()
 
 
 def _is_chunk(work: tuple[Request, int]) -> bool:

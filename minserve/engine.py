@@ -2,9 +2,14 @@
 
     plan   = scheduler.schedule()                  who, and how many tokens
     batch  = packer.pack(plan)                     lists become tensors
-    logits = model(batch, cache)                   the only line that computes
+    logits = compute(batch)                        the only line that computes: plain, fused, or replayed
     tokens = sampler(logits, batch)                one per row whose debt is paid
     done   = scheduler.commit(plan, tokens)        debts down, tokens out, pages back
+
+The last line has two halves. advance() needs no token: debts down, and a place kept for the token that is being
+made. settle() fills the place, ends who is done, and gives pages back. With `overlap` the next step is scheduled and
+sent off between the two, so a GPU goes from step to step without waiting for Python. What it costs: whoever stops at
+an end token or a stop string has one more token computed, which nobody sees.
 
     Engine     add(), step(), abort(), close(): the loop's body, without a loop
     LLM        generate(prompts): runs it until everything is answered, with a progress bar
@@ -22,12 +27,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from minserve.batch import Batch, Packer
+from minserve.batch import Batch, Packer, ToHost
 from minserve.fetch import resolve
+from minserve.graphs import Fused, Graphs
 from minserve.model import Model
 from minserve.output import Output
 from minserve.paged_attention import PagedCache
@@ -57,13 +64,18 @@ class Engine:
         sinks: int = 0,
         policy: type[Scheduler] = Scheduler,
         pool: type[PagePool] = PagePool,
+        step: str | None = None,
+        overlap: bool | None = None,
         log_length: int = 4096,
         snapshots: bool = False,
         **limits,
     ):
         """`limits` go to the policy: chunk, max_waiting, ageing. Without a tokenizer, prompts are token ids.
 
-        Raises ValueError for limits that exclude each other.
+        step       "plain" (model.py), "fused" (fused.py) or "graph" (graphs.py); None: the fastest that is possible
+        overlap    schedule a step while the one before it runs; None: where something runs beside Python, on a GPU
+
+        Raises ValueError for limits that exclude each other, and for a step that the model cannot take.
         """
         config, device = model.config, model.device
         num_pages = num_pages or default_pages(model, page_size)
@@ -75,9 +87,30 @@ class Engine:
         self.room = config.context if window else min(config.context, num_pages * page_size + 1)
         self.packer = Packer(max_running, self.room, page_size, device)
         self.sampler = Sampler(max_running, config.vocab_size, device)
+        self.compute = self._computer(step)
+        self.overlap = device.type == "cuda" if overlap is None else overlap
+        self.flight: Flight | None = None  # the step that runs while the next one is scheduled
         self.outputs: dict[int, Output] = {}  # by request id, until they end
         self.log: deque[StepRecord] = deque(maxlen=log_length)
         self.snapshots, self._ids, self._clock = snapshots, itertools.count(), time.perf_counter
+
+    def _computer(self, step: str | None):
+        """compute(batch) -> logits, and what is drawn already: one of the three roads of a step."""
+        fusible = isinstance(self.model, Model)  # not so: who only calls itself a model, such as a test's
+        step = step or ("graph" if fusible else "plain")
+        if step not in ("plain", "fused", "graph") or (step != "plain" and not fusible):
+            raise ValueError(
+                f'step is {step!r}: use "plain", or for a minserve.model.Model "fused" or "graph"'
+            )
+        if step == "fused":
+            return Fused(self.model, self.cache, self.packer.tokens.shape[1])
+        if step == "graph":
+            return Graphs(self.model, self.cache, self.packer, self.sampler, sys.stderr.isatty())
+        return self._plain
+
+    def _plain(self, batch: Batch) -> tuple:
+        attend = self.cache.attend_for(batch)
+        return self.model(batch.ids, batch.positions, attend, rows=batch.last), None
 
     # ------------------------------------------------------------ the door
     def add(
@@ -159,9 +192,9 @@ class Engine:
         plan = self.scheduler.schedule()
         marks.append(self._clock())
         news = [self._end(request) for request in late]
-        record = self._record(marks[0]) if plan or late else None
-        if plan:
-            news += self._compute(plan, record, marks)
+        record = self._record(marks[0]) if plan or late or self.flight else None
+        if plan or self.flight:
+            news += self._turn(plan, record, marks)
         if record:
             record.seconds = {
                 phase: end - begin for phase, (begin, end) in zip(PHASES, itertools.pairwise(marks))
@@ -170,59 +203,66 @@ class Engine:
             self.log.append(record)
         return news
 
-    def _compute(self, plan: Plan, record: StepRecord, marks: list[float]) -> list[tuple[Output, str]]:
+    def _turn(self, plan: Plan, record: StepRecord, marks: list[float]) -> list[tuple[Output, str]]:
+        """Send this step off; then land it, or with `overlap` the one before it, which ran in the meantime."""
+        landing, self.flight = self.flight, None
         try:
-            batch, sampled = self._run(plan, marks)
+            flight = self._launch(plan, record, marks)
         except Exception:  # whatever it is: it must not take the others along
-            return self._one_by_one(plan, record, marks)
-        return self._settle(batch, sampled, record, marks)
+            news = self._land(landing, []) + self._one_by_one(plan, record)
+        else:
+            if self.overlap:
+                self.flight = flight
+            news = self._land(landing if self.overlap else flight, marks)
+        marks += [self._clock()] * (len(PHASES) + 1 - len(marks))
+        return news
 
-    def _run(self, plan: Plan, marks: list[float]):
-        """Pack, compute, sample."""
+    def _launch(self, plan: Plan, record: StepRecord, marks: list[float]) -> "Flight | None":
+        """Pack, compute, draw; then every request of the plan counts as one step further."""
+        if not plan:
+            marks += [self._clock()] * 2
+            return None
         batch = self.packer.pack(plan)
         for r in batch.fresh:
             self.sampler.put(r.seat, r.params, r.seed, r.prompt, r.outputs, r.stop_ids)
         self.cache.copy(self.pages.copies)
         marks.append(self._clock())
-        logits = self.model(batch.ids, batch.positions, self.cache.attend_for(batch), rows=batch.last)
+        logits, drawn = self.compute(batch)
         marks.append(self._clock())
         requests = [batch.plan[b][0] for b in batch.sampled]
-        sampled = self.sampler(logits, batch.seats, [len(r.tokens) - len(r.prompt) for r in requests])
+        positions = [len(r.tokens) - len(r.prompt) for r in requests]
+        sampled = self.sampler(logits, batch.seats, positions, drawn)
         self.packer.note(batch, sampled.tokens)
         self.pages.copies.clear()
-        return batch, sampled
-
-    def _settle(
-        self, batch: Batch, sampled, record: StepRecord, marks: list[float]
-    ) -> list[tuple[Output, str]]:
-        """Commit the step, then give each reader what is new."""
-        drawn = sampled.tokens.tolist()
-        marks.append(self._clock())
-        logprobs = sampled.logprobs or itertools.repeat(None)
-        tokens, news = [0] * len(batch.plan), []
-        for b, token in zip(batch.sampled, drawn):
-            tokens[b] = token
-            if token < 0:
-                self._fail(
-                    batch.plan[b][0],
-                    ValueError("its logits hold NaN; the model's weights or its cache are broken"),
-                )
-        before = [len(batch.plan[b][0].tokens) for b in batch.sampled]
-        self.scheduler.commit(batch.plan, tokens)
-        marks.append(self._clock())
-        for b, length, its in zip(batch.sampled, before, logprobs):
-            if (output := self.outputs.get(batch.plan[b][0].id)) is not None:
-                news.append(self._tell(output, length, its))
         record.rows += batch.rows()
+        return Flight(batch, self.scheduler.advance(batch.plan), ToHost(sampled.tokens), sampled.logprobs)
+
+    def _land(self, flight: "Flight | None", marks: list[float]) -> list[tuple[Output, str]]:
+        """Wait for a step's tokens, settle it, then give each reader what is new."""
+        if flight is None:
+            return []
+        drawn, plan, sampled = flight.tokens.tolist(), flight.batch.plan, flight.batch.sampled
+        marks.append(self._clock())
+        tokens, news, ends = [0] * len(plan), [], flight.ends
+        for b, token in zip(sampled, drawn):
+            tokens[b] = token
+            if token < 0 and plan[b][0].status is not Status.FINISHED:
+                why = "its logits hold NaN; the model's weights or its cache are broken"
+                self._fail(plan[b][0], ValueError(why))
+        self.scheduler.settle(plan, ends, tokens)
+        marks.append(self._clock())
+        for b, its in zip(sampled, flight.logprobs or itertools.repeat(None)):
+            if (output := self.outputs.get(plan[b][0].id)) is not None:
+                news.append(self._tell(output, ends[b], its))
         marks.append(self._clock())
         return news
 
-    def _tell(self, output: Output, length: int, logprobs) -> tuple[Output, str]:
-        """A request's new token as text. Trouble with one reader's text is that reader's alone."""
+    def _tell(self, output: Output, at: int, logprobs) -> tuple[Output, str]:
+        """A request's new token, tokens[at], as text. Trouble with one reader's text is that reader's alone."""
         request, delta, stopped = output.request, "", False
         try:
-            if len(request.tokens) > length:
-                delta, stopped = output.push(request.tokens[-1], logprobs)
+            if len(request.tokens) > at:
+                delta, stopped = output.push(request.tokens[at], logprobs)
         except Exception as error:
             self._fail(request, error)
         if stopped:
@@ -245,20 +285,20 @@ class Engine:
         return output, delta
 
     # ------------------------------------------------------------ when something goes wrong
-    def _one_by_one(self, plan: Plan, record: StepRecord, marks: list[float]) -> list[tuple[Output, str]]:
-        """A step failed. Run its requests alone: those that fail again are at fault. Nothing was committed yet."""
+    def _one_by_one(self, plan: Plan, record: StepRecord) -> list[tuple[Output, str]]:
+        """A step failed. Run its requests alone: those that fail again are at fault. Nothing was settled yet."""
         news = []
         for request, num_tokens in plan:
+            if request.status is not Status.RUNNING:
+                continue  # it ended with the step before this one
             request.dirty = 0  # its seat may be half written
-            times: list[float] = []
             try:
-                batch, sampled = self._run([(request, num_tokens)], times)
+                flight = self._launch([(request, num_tokens)], record, [])
             except Exception as its_own:
                 self._fail(request, its_own)
                 news.append(self._end(request))
             else:
-                news += self._settle(batch, sampled, record, times)
-        marks += [self._clock()] * (len(PHASES) + 1 - len(marks))
+                news += self._land(flight, [])
         return news
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -278,6 +318,7 @@ class Engine:
 
     def close(self) -> list[tuple[Output, str]]:
         """Abort everything."""
+        self.flight = None
         return self.abort(list(self.outputs.values()))
 
     # ------------------------------------------------------------ the log
@@ -300,6 +341,15 @@ class Engine:
             )  # they left the window, and may be somebody else's by now
             tables[r.id] = [-1 if i in stale else page for i, page in enumerate(r.pages)]
         return Snapshot(tables, list(pages.references), known, list(pages.cached))
+
+
+class Flight(NamedTuple):
+    """A step that was sent off, with what has to be done when its tokens arrive."""
+
+    batch: Batch
+    ends: list[int]  # how far each row is computed then
+    tokens: ToHost
+    logprobs: list | None
 
 
 class LLM(Engine):

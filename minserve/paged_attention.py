@@ -55,61 +55,75 @@ class PagedCache:
 
     def attend_for(self, batch):
         """The `attend` of one step (a batch.Batch): stores keys and values, then lets every row look at its past."""
-        gathered = {}
-        if not on_triton(self.k[0]):
-            gathered = {
-                w: Gathered(batch, self.k[0].shape[1], w, self.sinks) for w in set(self.config.windows)
-            }
+        look = self.look_for(batch)
 
         def attend(layer: int, q, k, v):
-            pool_k, pool_v, window = self.k[layer], self.v[layer], self.config.windows[layer]
-            kv_write(k, v, pool_k.flatten(0, 1), pool_v.flatten(0, 1), batch.slots)
-            if gathered:
-                return gathered[window].attend(q, pool_k.flatten(0, 1), pool_v.flatten(0, 1))
-            return self._in_place(batch, q, pool_k, pool_v, window)
+            kv_write(k, v, *self.slots_of(layer), batch.slots)
+            return look(layer, q)
 
         return attend
 
-    def _in_place(self, batch, q, pool_k, pool_v, window: int | None):
-        """Two kernels on two slices: single tokens, then chunks."""
-        n, out, sinks = batch.num_singles, torch.empty_like(q), self.sinks if window else 0
-        lengths, longest = batch.lengths, max(batch.host_lengths)
-        if n:
-            out[:n] = paged_decode(
-                q[:n],
-                pool_k,
-                pool_v,
-                batch.tables[:n],
-                batch.starts[: n + 1],
-                lengths[:n],
-                1,
-                longest,
-                window,
-                sinks,
-            )
+    def slots_of(self, layer: int):
+        """A layer's keys and values without their pages: two views [P * S, G, D]."""
+        return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
+
+    def look_for(self, batch, singles=None):
+        """look(layer, q [T, H, D]) -> [T, H, D] of one step whose keys and values are stored already.
+
+        `singles`: a kernel for the rows of one token, with the signature of `kernels.native.Native.attend`.
+        """
+        if on_triton(self.k[0]):
+            return lambda layer, q: self._in_place(batch, q, layer)
+        n, S = batch.num_singles if singles else 0, self.k[0].shape[1]
+        chunks = {}
         if n < len(batch.plan):
-            starts, most = batch.starts[n:] - n, max(batch.counts[n:])
-            out[n:] = paged_prefill(
-                q[n:], pool_k, pool_v, batch.tables[n:], starts, lengths[n:], most, window, sinks
-            )
+            chunks = {w: Gathered(batch, S, w, self.sinks, n) for w in set(self.config.windows)}
+
+        def look(layer: int, q):
+            window, out = self.config.windows[layer], None
+            if n:
+                pools, sinks = (self.k[layer], self.v[layer]), self.sinks if window else 0
+                out = singles(q[:n], *pools, batch.tables[:n], batch.lengths[:n], window, sinks)
+            if not chunks:
+                return out
+            made = torch.empty_like(q)
+            if n:
+                made[:n] = out
+            return chunks[window].attend(q, *self.slots_of(layer), made)
+
+        return look
+
+    def _in_place(self, batch, q, layer: int):
+        """Two kernels on two slices: single tokens, then chunks."""
+        pools, window = (self.k[layer], self.v[layer]), self.config.windows[layer]
+        n, out, sinks = batch.num_singles, torch.empty_like(q), self.sinks if window else 0
+        tables, lengths, longest = batch.tables, batch.lengths, max(batch.host_lengths)
+        if n:
+            rows = tables[:n], batch.starts[: n + 1], lengths[:n]
+            out[:n] = paged_decode(q[:n], *pools, *rows, 1, longest, window, sinks)
+        if n < len(batch.plan):
+            rows, most = (tables[n:], batch.starts[n:] - n, lengths[n:]), max(batch.counts[n:])
+            out[n:] = paged_prefill(q[n:], *pools, *rows, most, window, sinks)
         return out
 
 
 class Gathered:
     """One step's attention on a CPU, for layers of one window: where to read, prepared once for all of them."""
 
-    def __init__(self, batch, page_size: int, window: int | None, sinks: int):
+    def __init__(self, batch, page_size: int, window: int | None, sinks: int, first: int = 0):
+        """`first`: only the rows from this one on."""
         counts, lengths = np.array(batch.counts), np.array(batch.host_lengths)  # [B]
         rows = np.lexsort((-lengths, -counts))  # the largest first
+        rows = rows[rows >= first]
         self.groups = []
         while len(rows):
             alike = (2 * counts[rows] > counts[rows[0]]) & (2 * lengths[rows] > lengths[rows[0]])
             self.groups.append(_Group(batch, rows[alike], counts, lengths, page_size, window, sinks))
             rows = rows[~alike]
 
-    def attend(self, q, k, v):
-        """q [T, H, D]; k and v [slots, G, D]."""
-        out = torch.empty_like(q)
+    def attend(self, q, k, v, out=None):
+        """q and out [T, H, D]; k and v [slots, G, D]."""
+        out = torch.empty_like(q) if out is None else out
         for group in self.groups:
             group.attend(q, k, v, out)
         return out
@@ -138,22 +152,31 @@ class _Group:
         self.real = (
             None if (counts == counts[0]).all() else torch.from_numpy(query < counts[:, None])
         )  # [C, n]
+        self.causal = (
+            not first.any() and window is None
+        )  # whole prompts: no mask has to be made, none is read
         seen[:, :, 0] |= ~seen.any(-1)  # padding queries see something, so that no softmax is 0/0
-        self.seen = None if seen.all() else torch.from_numpy(seen)[:, None]  # [C, 1, n, w]
+        self.seen = None if self.causal or seen.all() else torch.from_numpy(seen)[:, None]  # [C, 1, n, w]
         self.bias = None
 
     def attend(self, q, k, v, out) -> None:
         (C, n), (_, H, D), G = self.place.shape, q.shape, k.shape[1]
         R = H // G
-        rows = q[self.place].view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
         keys, values = (
             x.flatten(1).index_select(0, self.index).view(C, -1, G, D).transpose(1, 2) for x in (k, v)
         )
-        if self.seen is not None and self.bias is None:
-            self.bias = torch.zeros(self.seen.shape, dtype=q.dtype).masked_fill(~self.seen, -torch.inf)
-            self.bias = self.bias.repeat_interleave(R, 2)  # [C, 1, n R, w]
-        made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)  # [C, G, n R, D]
-        made = made.view(C, G, n, R, D).transpose(1, 2).reshape(C, n, H, D)
+        rows = q[self.place]  # [C, n, H, D]
+        if self.causal:
+            keys, values = (x.repeat_interleave(R, 1) for x in (keys, values))  # a copy, but no mask
+            made = scaled_dot_product_attention(rows.transpose(1, 2), keys, values, is_causal=True)
+            made = made.transpose(1, 2)
+        else:
+            rows = rows.view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
+            if self.seen is not None and self.bias is None:
+                self.bias = torch.zeros(self.seen.shape, dtype=q.dtype).masked_fill(~self.seen, -torch.inf)
+                self.bias = self.bias.repeat_interleave(R, 2)  # [C, 1, n R, w]
+            made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)  # [C, G, n R, D]
+            made = made.view(C, G, n, R, D).transpose(1, 2).reshape(C, n, H, D)
         if self.real is None:
             out[self.place] = made
         else:

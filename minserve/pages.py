@@ -173,14 +173,18 @@ class PagePool:
         return True
 
     # ------------------------------------------------------------ after a step, and at the end
-    def settle(self, request: Request) -> None:
-        """After `computed` has advanced: index the pages that are full now, return those out of the window."""
+    def settle(self, request: Request, computed: int | None = None) -> None:
+        """Index the pages that are full now, return those out of the window.
+
+        `computed`: how far its tokens are known to be in the cache; all that are, if it is not given.
+        """
+        computed = request.computed if computed is None else computed
         if self.prefix_caching:
-            while (len(request.chain) + 1) * self.page_size <= request.computed:
+            while (len(request.chain) + 1) * self.page_size <= computed:
                 self._register(request)
         if self.window is None:
             return
-        first = self._first_seen(request.computed)
+        first = self._first_seen(computed)
         for i in range(max(request.returned, self.sink_pages), first):
             self._drop(request.pages[i])
         request.returned = max(request.returned, first)

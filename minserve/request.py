@@ -139,6 +139,9 @@ RULES = {
 
 
 # ---------------------------------------------------------------- one request
+UNKNOWN = -1  # in `tokens`, last: a step that is still running makes this token
+
+
 class Status(Enum):
     WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
@@ -202,7 +205,9 @@ class Request:
 
     @property
     def outputs(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
+        """Its answer so far: what is known of it."""
+        made = self.tokens[len(self.prompt) :]
+        return made if not made or made[-1] != UNKNOWN else made[:-1]
 
     @property
     def most_tokens(self) -> int:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from minserve.batch import to_device
 from minserve.kernels import on_triton
 from minserve.kernels.sample import COOLEST, HOTTEST, ONE, sample, target_of, uniform
 from minserve.request import SamplingParams
@@ -92,16 +93,26 @@ class Sampler:
         if params.penalises:
             self._remember(seat, prompt, outputs)
 
-    def __call__(self, logits, seats, positions) -> Sampled:
+    def wishes(self, requests) -> tuple:
+        """What the rows' draws need, on the host: temperature, top_p, min_p [B, 3]; top_k, seed, position [B, 3]."""
+        seats = np.fromiter((r.seat for r in requests), np.int64, len(requests))
+        made = np.fromiter((len(r.tokens) - len(r.prompt) for r in requests), np.int64, len(requests))
+        return self.numbers[seats, :3], np.column_stack((self.whole[seats], made))
+
+    def __call__(self, logits, seats, positions, drawn: tuple | None = None) -> Sampled:
         """Draw one token per row. logits: [B, V]; seats, positions: [B], best given where the host can read them.
 
         A position is the number of tokens the request has made before this one.
+        drawn: tokens [B] that somebody has drawn already, and which wishes he knew of: 0 (greedy rows), DRAWN.
         """
         seats, positions = _on_host(seats), _on_host(positions)
         asks = self.asks[seats]
         asks = np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
-        special = np.flatnonzero(asks & ~np.uint8(LOGPROBS))
-        if len(special) < len(seats):
+        tokens, known = drawn or (None, 0)
+        special = np.flatnonzero(asks & ~np.uint8(LOGPROBS | known))
+        if tokens is not None:
+            pass
+        elif len(special) < len(seats):
             tokens = _best(logits)
         else:
             tokens = torch.empty(len(seats), dtype=torch.int64, device=logits.device)
@@ -180,7 +191,7 @@ class Sampler:
         return found
 
     def _send(self, array):
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return to_device(np.ascontiguousarray(array), self.device)
 
 
 def logprobs_of(logits, token: int, alternatives: int) -> TokenLogprobs:

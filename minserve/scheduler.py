@@ -31,10 +31,10 @@ from bisect import insort
 from heapq import heapify, heappop, heappush
 
 from minserve.pages import PagePool
-from minserve.request import Request, Status
+from minserve.request import UNKNOWN, Request, Status
 
 Plan = list[tuple[Request, int]]  # who, and how many tokens
-RUNNING = Status.RUNNING  # looked up for every request in every step
+RUNNING, FINISHED = Status.RUNNING, Status.FINISHED  # looked up for every request in every step
 
 
 class QueueFull(RuntimeError):
@@ -120,8 +120,8 @@ class Scheduler:
         spare = self.token_budget - [len(r.tokens) - r.computed for r in self.running].count(1)
 
         for request in list(self.running):  # best rank first: whoever is preempted is not planned yet
-            if request.status is not RUNNING:
-                continue
+            if request.status is not RUNNING or len(request.tokens) >= request.most:
+                continue  # it gave way, or its last token is being made
             owed = len(request.tokens) - request.computed
             num_tokens = 1 if owed == 1 else self.share(owed, spare)
             if request.computed + num_tokens > request.writable and not self._make_room(request, num_tokens):
@@ -193,22 +193,41 @@ class Scheduler:
 
         tokens: one per planned request; where a debt is not fully paid, it means nothing and is ignored.
         """
-        finished, S, window = [], self.pages.page_size, self.pages.window
-        for (request, num_tokens), token in zip(plan, tokens, strict=True):
+        return self.settle(plan, self.advance(plan), tokens)
+
+    def advance(self, plan: Plan) -> list[int]:
+        """The step is on its way: count its tokens as computed, and promise UNKNOWN to those whose debt it pays.
+
+        The next step can be scheduled now. Returns how far each request is computed then: what settle() asks for.
+        """
+        ends = []
+        for request, num_tokens in plan:
             if request.status is not RUNNING:
-                continue  # it was aborted while the step ran
-            request.computed = computed = request.computed + num_tokens
-            if computed % S < num_tokens or window:  # a page is full, or out of the window
-                self.pages.settle(request)
-            known = request.tokens
-            if computed < len(known):
+                ends.append(0)  # it was aborted since it was planned
+                continue
+            request.computed = end = request.computed + num_tokens
+            ends.append(end)
+            if end == len(request.tokens):
+                request.tokens.append(UNKNOWN)
+        return ends
+
+    def settle(self, plan: Plan, ends: list[int], tokens: list[int]) -> list[Request]:
+        """The step has arrived: its tokens are known, and who ends with them gives everything back."""
+        finished, S, window = [], self.pages.page_size, self.pages.window
+        for (request, num_tokens), end, token in zip(plan, ends, tokens, strict=True):
+            known, status = request.tokens, request.status
+            if not end or status is FINISHED:
+                continue  # it was aborted, or had stopped, while the step ran
+            if status is RUNNING and (end % S < num_tokens or window):  # a page is full, or out of the window
+                self.pages.settle(request, end)
+            if known[end] != UNKNOWN:
                 continue  # mid-prompt: this chunk's logits predict a token that is known
-            if token in request.stop_ids and len(known) >= len(request.prompt) + request.params.min_tokens:
+            if token in request.stop_ids and end >= len(request.prompt) + request.params.min_tokens:
                 self.finish(request, "stop")
                 finished.append(request)
                 continue
-            known.append(token)
-            if len(known) >= request.most:
+            known[end] = token
+            if end + 1 >= request.most:
                 self.finish(request, "length")
                 finished.append(request)
         return finished
@@ -221,6 +240,8 @@ class Scheduler:
             self.waiting.remove(request)
         if request.status is not Status.FINISHED:
             request.status, request.finish_reason = Status.FINISHED, reason
+            while request.tokens[-1] == UNKNOWN:
+                request.tokens.pop()  # nobody waits for them any more
 
     def expire(self, now: float) -> list[Request]:
         """End all whose deadline has passed; returns them."""

@@ -14,10 +14,11 @@ FLOORS = [
     {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
     {"model", "sampler", "scheduler", "sources"},  # 3  computes | draws | decides | brings weights: strangers
-    {"output", "prefill_decode", "speculation", "weights", "fetch"},  # 4  one request, plainly; loading
-    {"engine"},  # 5  the loop
-    {"async_engine", "server", "metrics", "cluster", "simulator"},  # 6  many callers; one machine to many
-    {"lab", "bench", "__main__", "chat", "doctor"},  # 7  measures and commands
+    {"output", "prefill_decode", "fused", "speculation", "weights", "fetch"},  # 4  one request, plainly; loading
+    {"graphs"},  # 5  a step, recorded
+    {"engine"},  # 6  the loop
+    {"async_engine", "server", "metrics", "cluster", "simulator"},  # 7  many callers; one machine to many
+    {"lab", "bench", "__main__", "chat", "doctor"},  # 8  measures and commands
 ]
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 NO_TORCH = {"config", "request", "step_log", "pages", "scheduler"}
@@ -114,18 +115,18 @@ FAULTS = {
     "for typing only": (
         "request.py",
         "if TYPE_CHECKING:\n    from minserve.engine import Engine",
-        "request (floor 0) imports engine (floor 5)",
+        "request (floor 0) imports engine (floor 6)",
     ),
     "sideways": ("kv_cache.py", "import minserve.sampling", "kv_cache (floor 2) imports sampling (floor 2)"),
     "a command from below": (
         "fetch.py",
         "from minserve.lab import measure",
-        "fetch (floor 4) imports lab (floor 7)",
+        "fetch (floor 4) imports lab (floor 8)",
     ),
     "the lab from a command": (
         "lab/measure.py",
         "from minserve import bench",
-        "lab (floor 7) imports bench (floor 7)",
+        "lab (floor 8) imports bench (floor 8)",
     ),
     "triton outside kernels": (
         "model.py",

@@ -212,8 +212,113 @@ static void multiply(const float* x, int64_t pitch, const E* weight, const E* bi
     }
 }
 
+// The same with a matrix unit: Intel's AMX multiplies two tiles of 1 KB, 16 x 32 by 32 x 16 bf16, in one instruction.
+//     out^T [N, T] = weight [N, K] x^T [K, T]
+// A tile of the weight is 16 of its rows as they lie in memory, so nothing is stored twice. x is laid out anew: pairs
+// of channels, as the unit wants its second operand. 32 rows of the weight meet 32 tokens at once: 4 tiles of sums.
+#if defined(__AMX_BF16__) && defined(__linux__) && !defined(NO_TILES)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static bool has_tiles() {
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;      // Linux lends them on request
+    return granted;
+}
+
+// Tokens b * 16 .. b * 16 + 15 for the unit: for each 32 channels, 16 rows of 16 pairs. Missing tokens are zeros.
+static void lay_out(const bf16* x, bf16* tiles, int64_t b, int64_t T, int64_t K) {
+    for (int64_t k = 0; k < K; k += 32)
+        for (int64_t t = 0; t < 16; t++) {
+            uint32_t* to = (uint32_t*)(tiles + (b * K + k) * 16) + t;
+            if (b * 16 + t >= T) for (int p = 0; p < 16; p++) to[p * 16] = 0;
+            else for (int p = 0; p < 16; p++) memcpy(to + p * 16, x + (b * 16 + t) * K + k + 2 * p, 4);
+        }
+}
+
+// The transpose of 16 x 16: in four rounds the off-diagonal halves, quarters, ... of each square change places.
+static void turn_over(vec (&m)[16]) {
+    for (int s = 8; s; s /= 2) {
+        ivec from_left, from_right;                                            // lane j of either; 16 and on: of the lower
+        for (int j = 0; j < 16; j++) from_left[j] = j & s ? 16 + (j ^ s) : j, from_right[j] = j & s ? 16 + j : j ^ s;
+        for (int i = 0; i < 16; i++)
+            if (!(i & s)) {
+                vec above = m[i], below = m[i | s];
+                m[i] = _mm512_permutex2var_ps(above, (__m512i)from_left, below);
+                m[i | s] = _mm512_permutex2var_ps(above, (__m512i)from_right, below);
+            }
+    }
+}
+
+// Rows n .. n + 31 of the weight, for tokens b * 16 .. b * 16 + 15 and, if `two`, for the 16 after them.
+template <bool two>
+static void tiles_of(const bf16* tiles, const bf16* weight, const bf16* bias, bf16* out, int64_t n, int64_t b,
+                     int64_t T, int64_t N, int64_t K) {
+    const bf16 *upper = weight + n * K, *lower = upper + 16 * K, *ours = tiles + b * 16 * K;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < K; k += 32) {
+        _tile_loadd(4, upper + k, K * sizeof(bf16));
+        _tile_loadd(5, lower + k, K * sizeof(bf16));
+        _tile_loadd(6, ours + k * 16, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (two) {
+            _tile_loadd(7, ours + (K + k) * 16, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        for (int line = 0; !b && line < 32; line++)                            // the next 32 rows are on their way
+            _mm_prefetch((const char*)(upper + 32 * K + k * 32) + line * 64, _MM_HINT_T1);
+    }
+    vec sums[4][16];                                                           // [tile][row of the weight], 16 tokens
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int tile = 0; tile < (two ? 4 : 2); tile++) {
+        turn_over(sums[tile]);                                                 // now: [token], 16 rows of the weight
+        int64_t first = b * 16 + tile / 2 * 16, row = n + tile % 2 * 16;
+        for (int64_t t = 0; t < std::min<int64_t>(16, T - first); t++)
+            store(out + (first + t) * N + row, sums[tile][t] + (bias ? load(bias + row) : vec{}));
+    }
+}
+
+static void linear_tiles(const bf16* x, const bf16* weight, const bf16* bias, bf16* out, int64_t T, int64_t N,
+                         int64_t K) {
+    struct { uint8_t palette = 1, zero[15] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } shape;
+    for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = 16;
+    int64_t blocks = (T + 15) / 16;
+    static thread_local std::vector<bf16> room;
+    room.resize(blocks * 16 * K);
+    bf16* tiles = room.data();
+    #pragma omp parallel num_threads(hands(N * K * sizeof(bf16)))
+    {
+        _tile_loadconfig(&shape);
+        #pragma omp for
+        for (int64_t b = 0; b < blocks; b++) lay_out(x, tiles, b, T, K);
+        #pragma omp for schedule(static)
+        for (int64_t i = 0; i < N; i += 32)
+            for (int64_t b = 0; b < blocks; b += 2) {
+                int64_t n = std::min(i, N - 32);                               // the last 32 may be done in part twice
+                if (b + 1 < blocks) tiles_of<true>(tiles, weight, bias, out, n, b, T, N, K);
+                else tiles_of<false>(tiles, weight, bias, out, n, b, T, N, K);
+            }
+        _tile_release();
+    }
+}
+#else
+static bool has_tiles() { return false; }
+static void linear_tiles(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t) {}
+#endif
+extern "C" int matrix_units() { return has_tiles(); }
+
 template <class E>
 static void linear(const E* x, const E* weight, const E* bias, E* out, int64_t T, int64_t N, int64_t K) {
+    if constexpr (std::is_same_v<E, bf16>)
+        if (N >= 32 && K % 32 == 0 && has_tiles()) return linear_tiles(x, weight, bias, out, T, N, K);
     constexpr int BLOCK = 16;                                                  // rows of the weight that stay in L1
     int64_t pitch = (K + W - 1) / W * W;
     static thread_local std::vector<float> room;
@@ -283,7 +388,13 @@ static void attend_heads(const E* query, const Find& find, int64_t count, int64_
         }
     for (int64_t begin = 0; begin < count; begin += TILE) {
         int n = std::min<int64_t>(TILE, count - begin), padded = (n + W - 1) / W * W;
-        for (int j = 0; j < n; j++) find(begin + j, keys[j], values[j]);
+        for (int j = 0; j < n; j++) {
+            find(begin + j, keys[j], values[j]);
+            for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(E)) {         // all of them are on their way now
+                __builtin_prefetch(keys[j] + d);
+                __builtin_prefetch(values[j] + d);
+            }
+        }
         for (int j = 0; j < n; j++) {                                          // scores
             vec dot[R] = {};
             for (int64_t d = 0; d < D; d += W) {
@@ -330,15 +441,16 @@ template <class E>
 static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t* tables, const int32_t* lengths, E* out,
                    int64_t B, int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride, int64_t k_page,
                    int64_t k_slot, int64_t v_page, int64_t v_slot, int64_t window, int64_t sinks) {
-    int64_t all = 0, group = H / G;
+    int64_t all = 0, group = H / G, shift = __builtin_ctzll(S);                // S is a power of two
     for (int64_t b = 0; b < B; b++) all += lengths[b];
-    #pragma omp parallel for schedule(dynamic, 1) num_threads(hands(2 * all * G * D * sizeof(E)))
+    int64_t together = B < 4 * threads ? 1 : G;                                // heads of one row lie side by side
+    #pragma omp parallel for schedule(dynamic, together) num_threads(hands(2 * all * G * D * sizeof(E)))
     for (int64_t item = 0; item < B * G; item++) {
         int64_t b = item / G, g = item % G, length = lengths[b];
         int64_t oldest = std::max<int64_t>(0, length - window), kept = std::min(sinks, oldest);
         auto find = [&](int64_t i, const E*& key, const E*& value) {
             int64_t p = i < kept ? i : oldest + i - kept;
-            int64_t page = tables[b * table_stride + p / S], slot = p % S;
+            int64_t page = tables[b * table_stride + (p >> shift)], slot = p & (S - 1);
             key = k_cache + page * k_page + slot * k_slot + g * D;
             value = v_cache + page * v_page + slot * v_slot + g * D;
         };

@@ -7,7 +7,7 @@ Shapes
     embed           table [V, E], ids [T] int64                    -> [T, E]     an id outside the table: NaN
     rms_norm        x [T, E], weight [E]                           -> [T, E]
     add_rms_norm    x, residual [T, E], weight [E]                 -> [T, E], [T, E]: (normed, total)
-    linear          x [T, K], weight [N, K], bias [N] or None      -> [T, N]     made for few rows: T <= 16
+    linear          x [T, K], weight [N, K], bias [N] or None      -> [T, N]     made for few rows; for all with matrix_units
     rope_and_write  see kernels/rope_and_write.py                  -> [T, H, D]
     attend          q [B, H, D], caches [P, S, G, D], tables [B, M] int32, lengths [B] int32 -> [B, H, D]
                     kernels/paged_attention.py with one query per row, at the last of its positions
@@ -154,6 +154,7 @@ class Native:
     def __init__(self, compiled: ctypes.CDLL | None = None):
         compiled = compiled or library()
         self._threads, self._calls = ctypes.c_int.in_dll(compiled, "threads"), None
+        self.matrix_units = bool(compiled.matrix_units())  # linear takes bf16 to them
         self._functions = {
             (name, dtype): ctypes.CFUNCTYPE(None, *(TYPES[c] for c in signature))(
                 ctypes.c_void_p.in_dll(compiled, f"{name}_{suffix}").value
