@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -49,30 +50,36 @@ def same(got, expected):
 
 
 def run(ops, name, *args):
-    """The operation's result, after doing it again into memory between guards: what a replay would do."""
-    with ops.recording() as calls:
+    """The operation's result, written between guards; and once more, as a replay would do it."""
+    rooms = []
+
+    def empty(*shape, dtype):
+        shape = torch.Size(shape[0] if isinstance(shape[0], tuple) else shape)
+        rooms.append(torch.full((shape.numel() + 512,), int(GUARD), dtype=dtype))
+        return rooms[-1][256 : 256 + shape.numel()].view(shape)
+
+    with ops.recording() as calls, mock.patch.object(torch, "empty", empty):
         result = getattr(ops, name)(*args)
     ((function, arguments, _),) = calls
-    for out in result if isinstance(result, tuple) else (result,):
-        room = torch.full((out.numel() + 128,), int(GUARD), dtype=out.dtype)
-        inside = room[64 : 64 + out.numel()].view(out.shape)
-        assert arguments.count(out.data_ptr()) == 1 or not out.numel()
-        function(*(inside.data_ptr() if x == out.data_ptr() and x else x for x in arguments))
-        same(inside, out)
-        assert (room[:64] == GUARD).all() and (room[len(room) - 64 :] == GUARD).all(), f"{name} wrote outside"
+    (room,) = rooms
+    before = room.clone()
+    room[256:-256] = int(GUARD)
+    function(*arguments)
+    same(room, before)
+    assert (room[:256] == GUARD).all() and (room[-256:] == GUARD).all(), f"{name} wrote outside"
     return result
 
 
 # ---------------------------------------------------------------- rows
 def check_embed(ops, dtype=FP32, V=50, E=37):
-    table = moat(randn(V, E, dtype=dtype))
+    table = randn(V + 2, E, dtype=dtype)[1:-1]  # numbers before and behind it
     ids = moat_int(torch.tensor([3, V - 1, 0, 3, V, -1]))
     got = run(ops, "embed", table, ids)
     same(got[:4], table[ids[:4]])
     assert got[4:].isnan().all()  # such a token does not exist
 
 
-def check_norms(ops, dtype=FP32, T=3, E=100, size=1.0):
+def check_norms(ops, dtype=FP32, T=3, E=103, size=1.0):
     x, residual = (wide(randn(T, E, dtype=dtype, seed=i) * size) for i in (0, 1))
     weight = moat(randn(E, dtype=dtype, seed=2) + 1)
     eps = 1e-2  # large enough that a forgotten or misplaced eps shows
@@ -85,7 +92,7 @@ def check_norms(ops, dtype=FP32, T=3, E=100, size=1.0):
     same(got[1], expected[1])  # one addition and one rounding
 
 
-def check_silu_mul(ops, dtype=FP32, T=3, I=50):
+def check_silu_mul(ops, dtype=FP32, T=3, I=51):
     x = wide(randn(T, 2 * I, dtype=dtype) * 8)
     close(run(ops, "silu_mul", x), silu_mul_reference(x[:, :I], x[:, I:]))
 
@@ -144,10 +151,11 @@ def check_linear(ops, dtype=FP32, T=3, N=33, K=37):
 
 def check_rows_alone(ops, dtype=FP32):
     """A row's result has the same bits whatever else is in the batch."""
-    x, weight = randn(16, 100, dtype=dtype), randn(50, 100, dtype=dtype, seed=1)
-    alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(16)])
-    for T in range(1, 17):
-        same(ops.linear(x[:T], weight), alone[:T])
+    for K in (100, 96):
+        x, weight = randn(40, K, dtype=dtype), randn(50, K, dtype=dtype, seed=1)
+        alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(len(x))])
+        for T in range(1, len(x) + 1):
+            same(ops.linear(x[:T], weight), alone[:T])
 
 
 # ---------------------------------------------------------------- rope and the cache
@@ -193,7 +201,23 @@ def check_attend(ops, lengths, H=6, G=2, D=32, S=16, dtype=FP32, window=None, si
     starts = torch.arange(len(q) + 1, dtype=torch.int32)
     expected = paged_attention_reference(q, k, v, tables, starts, lengths, window, sinks)
     assert expected.isfinite().all()  # the definition reads no poison
-    close(run(ops, "attend", *case, window, sinks), expected)
+    got = run(ops, "attend", *case, window, sinks)
+    if size > 100:  # scores of hundreds: their last bit is worth this much of a weight
+        torch.testing.assert_close(got.float(), expected.float(), rtol=1e-2, atol=1e-3)
+    else:
+        close(got, expected)
+
+
+def check_not_finite(ops):
+    q, k, v, tables, lengths = paged_case([20, 300], 2, 1, 16, 16, FP32)
+    v[tables[0, 0].item(), 3] = NAN
+    k[tables[1, :10].long()], q[1] = -INF, q[1].abs() + 1  # 160 positions with weight exp(-inf) = 0
+    got = ops.attend(q, k, v, tables, lengths)
+    assert got[0].isnan().all()
+    tables[1, :9] = tables[1, 10:19].clone()  # as if they were not there
+    close(got[1], ops.attend(q, k, v, tables, torch.tensor([20, 140], dtype=torch.int32))[1])
+    q[1] = NAN
+    assert ops.attend(q, k, v, tables, lengths)[1].isnan().all()
 
 
 def check_far(ops):
@@ -236,10 +260,8 @@ def test_rows(ops, dtype):
     check_norms(ops, dtype, size=0.0)
     check_norms(ops, dtype, T=300, E=100)  # enough for several threads
     check_silu_mul(ops, dtype, T=300)
-    for V in (4, 15, 16, 17, 1001, 40_000):
-        check_best(ops, dtype, V) if V > 8 else same(
-            ops.best(torch.zeros(2, V, dtype=dtype)), torch.tensor([0, 0])
-        )
+    for V in (9, 15, 16, 17, 1001, 40_000):
+        check_best(ops, dtype, V)
 
 
 @needs_native
@@ -254,7 +276,15 @@ def test_numbers(ops):
 def test_linear(ops, dtype):
     for T, N, K in itertools.product(range(1, 17), (1, 33), (1, 37, 64)):
         check_linear(ops, dtype, T, N, K)
-    for T, N, K in [(1, 577, 576), (5, 960, 576), (16, 100, 1536), (2, 15, 3), (0, 5, 7), (20, 9, 16)]:
+    for T, N, K in [
+        (1, 577, 576),
+        (5, 960, 576),
+        (16, 100, 1536),
+        (2, 15, 3),
+        (0, 5, 7),
+        (20, 9, 16),
+        (33, 70, 64),
+    ]:
         check_linear(ops, dtype, T, N, K)
     check_rows_alone(ops, dtype)
 
@@ -262,10 +292,11 @@ def test_linear(ops, dtype):
 @needs_native
 @dtypes
 def test_linear_keeps_what_is_not_finite(ops, dtype):
-    x = torch.ones(3, 40, dtype=dtype)
-    x[0, 39], x[1, 3] = NAN, INF
-    got = ops.linear(x, torch.ones(5, 40, dtype=dtype))
-    assert got[0].isnan().all() and (got[1] == INF).all() and (got[2] == 40).all()
+    for K in (40, 64):
+        x = torch.ones(3, K, dtype=dtype)
+        x[0, K - 1], x[1, 3] = NAN, INF
+        got = ops.linear(x, torch.ones(37, K, dtype=dtype))
+        assert got[0].isnan().all() and (got[1] == INF).all() and (got[2] == K).all()
 
 
 @needs_native
@@ -283,7 +314,8 @@ def test_attend(ops, dtype, H, G, D):
     seen = [(None, 0), (1, 0), (5, 0), (5, 3), (40, 4), (500, 7)]
     for S, (window, sinks) in itertools.product((1, 4, 16, 64), seen):
         check_attend(ops, [1, 0, 21, 130], H, G, D, S, dtype, window, sinks)
-    check_attend(ops, [700, 3, 128, 129], H, G, D, 16, dtype, size=20.0)  # several tiles, one weight nearly 1
+    for size in (5.0, 200.0):  # several tiles; one weight nearly 1
+        check_attend(ops, [700, 3, 128, 129], H, G, D, 16, dtype, size=size)
 
 
 @needs_native
@@ -305,15 +337,7 @@ def test_attend_by_hand(ops):
 
 @needs_native
 def test_attend_keeps_what_is_not_finite(ops):
-    q, k, v, tables, lengths = paged_case([20, 300], 2, 1, 16, 16, FP32)
-    v[tables[0, 0].item(), 3] = NAN
-    k[tables[1, 0].item(), 0], q[1] = -INF, q[1].abs() + 1
-    got = ops.attend(q, k, v, tables, lengths)
-    assert (
-        got[0].isnan().all() and got[1].isfinite().all()
-    )  # exp(-inf) is 0: as if the position were not there
-    q[1] = NAN
-    assert ops.attend(q, k, v, tables, lengths)[1].isnan().all()
+    check_not_finite(ops)
 
 
 @needs_native
