@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,10 +425,15 @@ def test_rows_pair_equal_rounds_and_count_equal_answers():
 
 
 def test_there_are_five_rounds_unless_time_is_up(monkeypatch):
-    for seconds, rounds in [(1e9, peers.ROUNDS), (0, 3)]:
-        monkeypatch.setattr(peers, "SECONDS", seconds)
-        sides = Sides("minserve", "vLLM")
-        tallies = peers.play([case()], sides, TINY, replace(options(), quick=False))
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(peers, "time", clock)
+    for most, given, rounds in [(100, None, 5), (0, None, 3), (39, None, 3), (41, None, 4), (100, 41, 4)]:
+        monkeypatch.setattr(peers, "SECONDS", most)
+        sides, clock.now = Sides("minserve", "vLLM"), 0.0
+        serve = sides["minserve"]
+        sides["minserve"] = lambda work, serve=serve: setattr(clock, "now", clock.now + 10) or serve(work)
+        chosen = replace(options(), quick=False, seconds=given, started=time.monotonic())
+        tallies = peers.play([case()], sides, TINY, chosen)
         assert len(tallies["work"]["minserve"].rates) == rounds
         assert len(sides.turns) == 2 * (1 + rounds), "each warms up once"
 
@@ -542,8 +548,10 @@ WRONG = [  # (owner, name, the right words, wrong ones, who must notice)
     (Case, "takes", "not unequal", "True", order),
     (peers, "turns", "check(who, served, work)", "pass", lambda m, t: caught_later(m)),
     (peers, "play", "check(who, sides[who](small), small)", "sides[who](small)", lambda m, t: caught_at_once(m)),
-    (peers, "play", "began - start + longest > SECONDS", "False", five),
-    (peers, "play", "i >= 3 and", "", five),
+    (peers, "play", "sum(took) + took[i - 2] > most", "False", five),
+    (peers, "play", "i >= 3 and", "i >= 2 and", five),
+    (peers, "play", "sum(took) + took[i - 2]", "sum(took)", five),
+    (peers, "play", "min(SECONDS, options.left)", "SECONDS", five),
     (peers, "add_rows", "[mine.rates[i] / rate for i, rate in tally.rates.items()]",
      "[a / b for a, b in zip(mine.rates.values(), tally.rates.values())]", paired),
     (Tally, "note", "zip(its or [], mine.answers[i])", "zip(its or [], mine.answers[0][:1])", paired),
