@@ -98,7 +98,8 @@ class Packer:
 
     def note(self, batch: Batch, tokens) -> None:
         """Write the drawn tokens [len(batch.sampled)] behind those they follow, without leaving the device."""
-        self.tokens[batch.seats, batch.positions[batch.last] + 1] = tokens.int()
+        known = tokens.int().clamp(min=0)  # -1 is no token: its request fails, maybe one step later
+        self.tokens[batch.seats, batch.positions[batch.last] + 1] = known
 
     def _write_tables(self, requests: list[Request]) -> list[Request]:
         """Bring seats up to date: all of a request that is new here, else what its page table gained."""

@@ -60,10 +60,10 @@ class FusedModel:
         why_not = native.usable() if model.device.type == "cpu" else "the model is on a GPU"
         self.native = not why_not and model.dtype in (torch.float32, torch.bfloat16)
         self.ops = native.Native() if self.native else Kernels()
-        cos, sin = model.rotations(torch.arange(room, device=model.device))
-        self.turns = torch.cat((cos, sin), -1)  # [room, D]
+        self.turns = self._turns(room)
         self.layers = [self._fuse(layer) for layer in model.layers]
         self.head = Linear(self.ops, model.head)
+        self.places = places(model)
         if self.native and model.dtype == torch.bfloat16 and not self.ops.matrix_units:
             self._pack()
 
@@ -71,9 +71,15 @@ class FusedModel:
     def of(cls, model: Model, room: int) -> "FusedModel":
         """The model's own one: engines that share a model share its fused and its packed weights."""
         known = model.__dict__.get("_fused")
-        if known is None or known.room < room or known.head.weight is not model.head:
+        if known is None or known.places != places(model):  # .to() and .data = ... move the weights away
             model.__dict__["_fused"] = known = cls(model, room)
+        if known.room < room:
+            known.room, known.turns = room, known._turns(room)
         return known
+
+    def _turns(self, room: int):
+        """Cosines, then sines, of every position's angles: [room, D] fp32."""
+        return torch.cat(self.model.rotations(torch.arange(room, device=self.model.device)), -1)
 
     def _fuse(self, layer):
         attention, mlp = layer.self_attn, layer.mlp
@@ -168,6 +174,11 @@ class Linear:
     def by_onednn(self, x):
         """Weights in blocks that fit the matrix units."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def places(model: Model) -> list[int]:
+    """Where its weights are."""
+    return [weight.data_ptr() for weight in model.parameters()]
 
 
 def side_by_side(parts):
