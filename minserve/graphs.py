@@ -101,7 +101,7 @@ class Step:
         self.numbers = zeros(rows, 3, dtype=torch.float64)  # temperature, top_p, min_p
         self.whole = zeros(rows, 3, dtype=torch.int64)  # top_k, seed, position
         self.model, self.cache, self.reach = model, cache, reach
-        self.turns = model.turns  # their address is recorded: they stay, also when the model makes longer ones
+        self.turns = model.turns  # recorded by address: kept, also when the model makes longer ones
         self.draws = 0 if model.native else DRAWN  # which wishes of the Sampler the graph fulfils
         self.replay = graph(self.run, model.ops)
 
