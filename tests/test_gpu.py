@@ -181,14 +181,15 @@ def test_a_kernel_test_that_did_not_run_has_not_passed():
 @pytest.mark.skipif(not (TESTS / "kernels").is_dir(), reason="a copy without the kernels' tests")
 def test_the_parts_are_all_tests_and_the_deadline_stops_them(tmp_path):
     (tmp_path / "test_some.py").write_text(
-        "import pytest, time\n"
+        "import os, pytest, time\n"
         "@pytest.mark.parametrize('i', range(8))\n"
         "def test_it(i):\n"
         "    time.sleep(0.2 * (i == 0))\n"
+        "    if i == 0 and 'DIE' in os.environ: os._exit(1)\n"
         "    assert i != 3\n"
     )
 
-    def outcomes(part, deadline):
+    def outcomes(part, deadline, *die):
         file = tmp_path / f"{part.replace('/', 'of')}.json"
         command = [
             sys.executable,
@@ -202,7 +203,9 @@ def test_the_parts_are_all_tests_and_the_deadline_stops_them(tmp_path):
             str(deadline),
         ]
         command += ["--outcomes", str(file), "-p", "no:cacheprovider", "-q", str(tmp_path / "test_some.py")]
-        where = {"PYTHONPATH": str(TESTS / "kernels"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        where = {"PYTHONPATH": str(TESTS / "kernels"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | dict.fromkeys(
+            die, ""
+        )
         subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, timeout=60)
         return {test.split("::")[1]: what for test, (what, *_) in json.loads(file.read_text()).items()}
 
@@ -210,6 +213,10 @@ def test_the_parts_are_all_tests_and_the_deadline_stops_them(tmp_path):
     everything = {test: what for part in parts for test, what in part.items()}
     assert sum(map(len, parts)) == len(everything) == 8 and parts[1] and parts[2]
     assert everything["test_it[3]"] == "failed" and list(everything.values()).count("passed") == 7
+    ended = outcomes("1/1", 60, "DIE")
+    assert ended["test_it[0]"] == "not run" and len(ended) == 8, (
+        "it had begun, and nothing more is known of it"
+    )
     late = outcomes("1/1", 0.1)
     assert late.pop("test_it[0]") == "passed" and len(late) == 7
     assert set(late.values()) == {"not run"}, "what came after the deadline"

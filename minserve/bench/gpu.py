@@ -30,11 +30,12 @@ from minserve.lab.report import Report, Row, commit
 ROOT = Path(__file__).parents[2]
 BUDGET = 510.0  # seconds; nine minutes are 540
 SHARES = {  # of the budget, in seconds; what one step leaves, the later ones share
-    "kernels": 130, "paged-attention": 50, "prefill-attention": 45, "decode": 80, "ctx-slope": 55, "offline": 60,
-    "overhead": 45, "gemv": 30,
+    "kernels": 150, "paged-attention": 50, "prefill-attention": 45, "decode": 70, "ctx-slope": 50, "offline": 55,
+    "overhead": 40, "gemv": 25,
 }  # fmt: skip
 START = 8  # seconds in which a process has imported torch and found its device
 LAST = 15  # for the table and the figures
+OVER = "when the time was over"
 DEFINITIONS = "tests/kernels/test_definitions.py"  # what a dry run has time for
 
 
@@ -126,7 +127,7 @@ def ended(processes: list[subprocess.Popen], seconds: float) -> str:
                 if code := process.wait(max(0.0, deadline - time.monotonic())):
                     failures.append(f"ended with {code}")
             except subprocess.TimeoutExpired:
-                failures.append(f"ended after {seconds:.0f} s, when the time was over")
+                failures.append(f"ended after {seconds:.0f} s, {OVER}")
     finally:
         for process in processes:
             if process.poll() is None:
@@ -138,7 +139,7 @@ def ended(processes: list[subprocess.Popen], seconds: float) -> str:
 # ---------------------------------------------------------------- the kernels' tests
 def kernels(folder: Path, share: float, left: float, dry: bool) -> str:
     """All of them, in parts side by side: a report with a row per file. How it failed, or ""."""
-    parts = 1 if dry else max(2, min(6, (os.cpu_count() or 2) // 2))
+    parts = 1 if dry else max(2, min(8, (os.cpu_count() or 2) // 2))
     with tempfile.TemporaryDirectory() as room:
         files = [Path(room) / f"part{i}.json" for i in range(1, parts + 1)]
         logs = [file.with_suffix(".txt").open("w+") for file in files]
@@ -150,7 +151,7 @@ def kernels(folder: Path, share: float, left: float, dry: bool) -> str:
             )
             for i, (file, log) in enumerate(zip(files, logs), 1)
         ]  # fmt: skip
-        failed = ended(running, min(left, 2 * share))
+        failed = ended(running, min(left, share + START))
         outcomes = {}
         for process, file, log in zip(running, files, logs):
             log.seek(0)
@@ -162,7 +163,11 @@ def kernels(folder: Path, share: float, left: float, dry: bool) -> str:
     report = kernel_report(outcomes)
     report.save(folder / file_of("kernels"))
     print(report.table())
-    return failed
+    if wrong := [test for test, (outcome, *_) in outcomes.items() if outcome == "failed"]:
+        return f"{len(wrong)} tests failed"
+    return (
+        "" if OVER in failed else failed
+    )  # who was ended has left its tests behind as not run, which the table says
 
 
 def kernel_report(outcomes: dict) -> Report:

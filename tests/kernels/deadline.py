@@ -40,12 +40,14 @@ class Deadline:
     def __init__(self, config):
         self.over = time.monotonic() + config.getoption("--deadline")
         self.part, self.parts = map(int, config.getoption("--part").split("/"))
-        self.file, self.outcomes = config.getoption("--outcomes"), {}
+        self.file, self.outcomes, self.written = config.getoption("--outcomes"), {}, 0.0
 
     def pytest_collection_modifyitems(self, config, items):
         mine = [item for item in items if part_of(item.nodeid, self.parts) == self.part]
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])
         items[:] = sorted(mine, key=lambda item: TOGETHER in item.nodeid)
+        self.outcomes = {item.nodeid: ("not run", 0.0, NOT_RUN) for item in items}
+        self.write()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
@@ -53,17 +55,26 @@ class Deadline:
             pytest.skip(NOT_RUN)
 
     def pytest_runtest_logreport(self, report):
-        before, seconds, why = self.outcomes.get(report.nodeid, ("passed", 0.0, ""))
+        """A test counts as passed when its call has returned, not when its setup has."""
+        outcome, seconds, why = self.outcomes[report.nodeid]
         if report.skipped:
             why = (
                 report.longrepr[2].removeprefix("Skipped: ")
                 if isinstance(report.longrepr, tuple)
                 else "skipped"
             )
-        outcome = before if report.passed else "not run" if why == NOT_RUN else report.outcome
+            outcome = "not run" if why == NOT_RUN else "skipped"
+        elif report.failed or report.when == "call":
+            outcome, why = report.outcome, ""
         self.outcomes[report.nodeid] = (outcome, seconds + report.duration, why)
+        if report.when == "teardown" and time.monotonic() > self.written + 1:
+            self.write()
 
     def pytest_sessionfinish(self):
+        self.write()
+
+    def write(self):
+        """Every second or so: who is ended from outside has said what it did."""
+        self.written = time.monotonic()
         if self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(self.outcomes, indent=0) + "\n")
