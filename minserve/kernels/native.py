@@ -7,7 +7,7 @@ Shapes
     embed           table [V, E], ids [T] int64                    -> [T, E]     an id outside the table: NaN
     rms_norm        x [T, E], weight [E]                           -> [T, E]
     add_rms_norm    x, residual [T, E], weight [E]                 -> [T, E], [T, E]: (normed, total)
-    linear          x [T, K], weight [N, K], bias [N] or None      -> [T, N]     made for few rows; for all with matrix_units
+    linear          x [T, K], weight [N, K], bias [N] or None      -> [T, N]     made for few rows: see fused.Linear
     rope_and_write  see kernels/rope_and_write.py                  -> [T, H, D]
     attend          q [B, H, D], caches [P, S, G, D], tables [B, M] int32, lengths [B] int32 -> [B, H, D]
                     kernels/paged_attention.py with one query per row, at the last of its positions
@@ -240,10 +240,11 @@ class Native:
         check_packed("attend", 2, k_cache=k_cache, v_cache=v_cache)
         _match("attend", q.dtype, k_cache=(k_cache, (P, S, G, D)), v_cache=(v_cache, (P, S, G, D)))
         _match("attend", torch.int32, tables=(tables, (B, tables.shape[-1])), lengths=(lengths, (B,)))
-        if H % G or D > MOST_CHANNELS or (window is not None and window < 1) or sinks < 0:
+        if H % G or D > MOST_CHANNELS or S & (S - 1) or (window is not None and window < 1) or sinks < 0:
             raise ValueError(
-                f"attend: {H} query heads over {G} key heads of {D} channels, window {window}, sinks {sinks}; "
-                f"heads must divide evenly, channels be at most {MOST_CHANNELS}, window >= 1 or None, sinks >= 0"
+                f"attend: {H} query heads over {G} key heads of {D} channels, pages of {S} slots, window {window}, "
+                f"sinks {sinks}; heads must divide evenly, channels be at most {MOST_CHANNELS}, slots a power of "
+                f"two, window >= 1 or None, sinks >= 0"
             )
         out = torch.empty(q.shape, dtype=q.dtype)
         strides = tables.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2]

@@ -455,6 +455,7 @@ def test_wrong_arguments_are_named(ops):
         ("attend: tables", lambda: ops.attend(q, cache, cache, tables.long(), lengths)),
         ("attend: lengths", lambda: ops.attend(q, cache, cache, tables, lengths[:1])),
         ("attend: 3 query heads", lambda: ops.attend(q[:, :3].contiguous(), cache, cache, tables, lengths)),
+        ("attend: .*pages of 3 slots", lambda: ops.attend(q, *[torch.zeros(3, 3, 2, 8)] * 2, tables, lengths)),
         ("attend: .*window 0", lambda: ops.attend(q, cache, cache, tables, lengths, window=0)),
         ("attend: .*520 channels", lambda: ops.attend(*[torch.zeros(2, 1, 520), *[torch.zeros(1, 1, 1, 520)] * 2],
                                                       tables, lengths)),

@@ -5,12 +5,16 @@ quick, and the right version passes in the same form. None of them leaves the me
 """
 
 import ctypes
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import test_native as checks
 from test_native import BF16, FP32, needs_native
+from test_native import tools as without_a_cache  # noqa: F401  (a fixture, used by name below)
 
 from minserve.kernels import native
 
@@ -65,6 +69,7 @@ def tiles(ops):
 
 
 BATTERIES = [rows, numbers, best, linear, rope, attend, tiles]
+HOME, PATH = str(Path.home()), os.environ["PATH"]
 PLAIN, OWN = "-O0", "-O1 -march=native"  # quick to compile; for this very machine
 
 MUTATIONS = {
@@ -232,3 +237,55 @@ def test_the_wrong_version_is_rejected(wrong_ones, i):
 
 def test_there_are_enough_of_them():
     assert all(len(mutations) >= 6 for mutations in MUTATIONS.values())
+
+
+# ---------------------------------------------------------------- the Python beside them
+def built_once(tools, tmp_path, capfd):
+    checks.test_built_once_then_loaded_without_a_compiler(tools, tmp_path, capfd)
+
+
+def on(check, *arguments):
+    return lambda *_: check(checks.native.Native(), *arguments)
+
+
+WRONG_PYTHON = [
+    ("a recording without an end", "self._calls = before", "pass",
+     on(checks.test_a_recording_does_the_same_work_on_what_its_inputs_hold_now, FP32)),
+    ("recorded, not done", "        function(*arguments)\n        if", "        if",
+     on(checks.test_a_recording_does_the_same_work_on_what_its_inputs_hold_now, FP32)),
+    ("tensors not kept", "(function, arguments, tensors)", "(function, arguments, ())",
+     on(checks.test_recordings_keep_their_tensors_and_belong_to_their_instance)),
+    ("the source does not count", "made_of = [source, ", "made_of = [", built_once),
+    ("silent", 'print("compiling', '0 and print("compiling', built_once),
+    ("unfinished files stay", "Path(unfinished).unlink(missing_ok=True)", "pass",
+     lambda tools, tmp_path, _: checks.test_what_the_compiler_said_is_in_the_message(tools, tmp_path)),
+    ("shapes unchecked", "x.shape != shape or ", "", on(checks.test_wrong_arguments_are_named)),
+    ("dtypes unchecked", " or x.dtype != dtype", "", on(checks.test_wrong_arguments_are_named)),
+    ("rows of logits contiguous", "T, V, logits.stride(0)", "T, V, V", on(checks.check_best)),
+    ("caches alike", "*v_cache.stride()[:2]", "*k_cache.stride()[1::-1]", on(checks.check_attend, [21, 130])),
+    ("window forgotten", "window is None else (window, sinks)", "True else 0", on(lambda ops: attend(ops))),
+]  # fmt: skip
+
+
+def python(source, monkeypatch):
+    """native.py in that version, in the place of ours in test_native.py."""
+    module = ModuleType("another_native")
+    module.__file__ = native.__file__
+    exec(compile(source, native.__file__, "exec"), module.__dict__)
+    monkeypatch.setenv("HOME", HOME)  # where the library is built already
+    monkeypatch.setenv("PATH", PATH)
+    monkeypatch.setattr(checks, "native", module)
+
+
+@pytest.mark.usefixtures("without_a_cache")
+@pytest.mark.parametrize("i", range(len(WRONG_PYTHON)), ids=[case[0] for case in WRONG_PYTHON])
+def test_wrong_python_is_rejected(i, monkeypatch, tmp_path_factory, capfd):
+    _, right, wrong, check = WRONG_PYTHON[i]
+    source = Path(native.__file__).read_text(encoding="utf-8")
+    if source.count(right) != 1:
+        raise LookupError(f"{right!r} occurs {source.count(right)} times in native.py")
+    python(source, monkeypatch)
+    check(monkeypatch, tmp_path_factory.mktemp("right"), capfd)
+    python(source.replace(right, wrong), monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(monkeypatch, tmp_path_factory.mktemp("wrong"), capfd)
