@@ -23,7 +23,7 @@ def kernel_samples(options: Options, sides: dict[str, Callable], buffers: Callab
     replays = {
         who: graph_clock([lambda run=run, own=own: run(*own) for own in sets]) for who, run in sides.items()
     }
-    return in_turn(replays, warmup=3, repeats=options.repeats), notes
+    return in_turn(replays, warmup=3, repeats=options.repeats, at_most=options.at_most), notes
 
 
 def runnable(sides: dict[str, Callable], arguments) -> tuple[dict[str, Callable], list[str]]:

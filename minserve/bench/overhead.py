@@ -10,6 +10,8 @@ between any two kernels.
 Story    notebooks/08_the_engine.ipynb
 """
 
+from dataclasses import replace
+
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -84,6 +86,7 @@ def decode_log(sequences: int, steps: int):
 def computing(report: Report, options: Options) -> None:
     name = chosen(options)[0]
     model, sequences = load(name, options.dtype), 4 if options.quick else 64
+    model.config = replace(model.config, context=512)  # graphs are made for no more than the work needs
     case = f"{label(name)} {options.dtype_name}, {sequences} decoding, device busy"
     for (how, (switches, target)), its in options.shares(WAYS.items()):
         shares = busy_shares(its, model, sequences, switches)
