@@ -207,6 +207,8 @@ class Scheduler:
                 continue
             request.computed = end = request.computed + num_tokens
             ends.append(end)
+            if self.pages.window:  # not left to settle(): by then a small pool would have run short
+                self.pages.settle(request, end - (request.tokens[end - 1] == UNKNOWN))
             if end == len(request.tokens):
                 request.tokens.append(UNKNOWN)
         return ends
