@@ -179,6 +179,15 @@ def test_vllms_loop_serves_one_after_another(vllm_package, smollm):
     assert seen["model"] == str(smollm) and not Path(peer.folder.name).exists()
 
 
+def test_vllm_gets_our_threads_and_what_the_user_set(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    env = peers_vllm.surroundings(3)
+    assert env["OMP_NUM_THREADS"] == "3" and env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and env["PATH"] == os.environ["PATH"]
+
+
 def loop_serves() -> peers_vllm.Vllm:
     peer = peers_vllm.Vllm(options(vllm_python=sys.executable), room=99)
     try:
@@ -519,6 +528,10 @@ def asked(monkeypatch, tmp_path):
     test_llama_cpp_is_asked_for_the_same_work(tmp_path)
 
 
+def user(monkeypatch, tmp_path):
+    test_vllm_gets_our_threads_and_what_the_user_set(monkeypatch)
+
+
 def vllm(what):
     return lambda monkeypatch, tmp_path: meet(what, tmp_path, monkeypatch)
 
@@ -566,6 +579,10 @@ WRONG = [  # (owner, name, the right words, wrong ones, who must notice)
     (peers_llamacpp.LlamaCpp, "said", ", timeout=PATIENCE", "", broken("batch hangs")),
     (peers_llamacpp, "answer", "got != asked or", "", broken("measures less")),
     (peers_llamacpp, "answer", "or [] in values", "", broken("has no sample")),
+    (peers_vllm, "surroundings", "usual | os.environ", "os.environ | usual",
+     user),
+    (peers_vllm, "surroundings", 'os.environ | {"OMP_NUM_THREADS": str(threads)}',
+     '{"OMP_NUM_THREADS": str(threads)} | os.environ', user),
     (peers_vllm.Vllm, "hear", "if ended:", "if False:", vllm("dies at once")),
     (peers_vllm.Vllm, "hear", "time.monotonic() > deadline", "False", vllm("is silent")),
     (peers_vllm.Vllm, "hear", "(ValueError, KeyError, TypeError)", "(KeyError, TypeError)", vllm("speaks in tongues")),

@@ -82,7 +82,7 @@ class Vllm:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
-            env=os.environ | surroundings(torch.get_num_threads()),
+            env=surroundings(torch.get_num_threads()),
         )
         model = str(resolve(options.model))
         try:
@@ -141,10 +141,11 @@ class Vllm:
 
 
 def surroundings(threads: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(threads),
+    """Whoever measures may set VLLM_... otherwise; the threads are as many as ours."""
+    usual = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+    return usual | os.environ | {"OMP_NUM_THREADS": str(threads)}
