@@ -1,7 +1,7 @@
 """`python -m minserve chat`: talk to the model in a terminal, token by token.
 
-The conversation's cache stays between turns: each turn renders the whole conversation again, finds how much of it the
-cache has seen, and prefills only the rest. Ctrl-C stops the answer and keeps the program; Ctrl-D, an empty pipe or
+Each turn renders the whole conversation again, and the engine's prefix cache has seen most of it: only the rest is
+computed. Ctrl-C stops the answer and keeps the program; Ctrl-D, an empty pipe or
 /quit end it. Piped input works: each line is a turn, only answers go to standard output, and everything else goes to
 standard error.
 """
@@ -11,14 +11,17 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from minserve.engine import Engine
 from minserve.fetch import FetchError, resolve
-from minserve.kv_cache import KVCache
-from minserve.prefill_decode import generate
+from minserve.model import Model
+from minserve.pages import pages_for
 from minserve.request import SamplingParams
-from minserve.text import Detokenizer, Tokenizer
+from minserve.text import Tokenizer
 from minserve.weights import DTYPES, load
+
+PAGE = 16  # tokens: what the prefix cache can share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,15 +66,14 @@ class Answer:
         )
 
 
-@dataclass
 class Conversation:
-    """The messages so far, and one cache that has seen most of them."""
+    """The messages so far, and an engine of one seat whose prefix cache has seen most of them."""
 
-    model: object
-    tokenizer: Tokenizer
-    messages: list[dict] = field(default_factory=list)
-    seen: list[int] = field(default_factory=list)  # the ids whose keys and values the cache holds
-    cache: KVCache | None = None
+    def __init__(self, model: Model, tokenizer: Tokenizer, messages: list[dict] | None = None):
+        self.tokenizer, self.messages = tokenizer, messages or []
+        self.engine = Engine(
+            model, tokenizer, num_pages=pages_for(model.config.context, PAGE), page_size=PAGE, max_running=1
+        )
 
     def ask(self, question: str, params: SamplingParams, emit, stopped=lambda: False) -> Answer:
         """Answer one message, calling emit(text) as it becomes certain, until stopped() between two tokens.
@@ -81,50 +83,26 @@ class Conversation:
         start = time.perf_counter()
         messages = [*self.messages, {"role": "user", "content": question}]
         ids = self.tokenizer.chat(messages)
-        rest = self._prefill_from(ids)
-        answer = Answer(prompt=len(ids), reused=len(ids) - len(rest), reason="interrupted")
-        stream, detokenizer, made = (
-            generate(self.model, rest, params, self.cache),
-            Detokenizer(self.tokenizer),
-            [],
-        )
-        while not stopped():
-            try:
-                made.append(next(stream))
-            except StopIteration as end:
-                answer.reason = end.value
-                break
+        (output,) = self.engine.add(ids, params)
+        answer = Answer(prompt=len(ids))
+        while not output.finished:
+            news = self.engine.abort([output]) if stopped() else self.engine.step()
             now = time.perf_counter()
-            if len(made) == 1:
-                answer.ttft = now - start
-            answer.decoding = now - start - answer.ttft
-            self._say(answer, detokenizer.push(made[-1]), emit)
-        self._say(answer, detokenizer.flush(), emit)
-        answer.tokens = len(made)
+            for _, delta in news:
+                answer.ttft = answer.ttft or now - start
+                answer.decoding = now - start - answer.ttft
+                if delta:
+                    emit(delta)
+        if output.error:
+            raise output.error
+        answer.text, answer.tokens, answer.reused = (
+            output.text,
+            len(output.tokens),
+            output.request.cached_tokens,
+        )
+        answer.reason = "interrupted" if output.finish_reason == "abort" else output.finish_reason
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self.seen = (ids + made)[: self.cache.length]  # the newest token is known, but not yet computed
         return answer
-
-    def _say(self, answer: Answer, delta: str, emit) -> None:
-        if delta:
-            answer.text += delta
-            emit(delta)
-
-    def _prefill_from(self, ids: list[int]) -> list[int]:
-        """Wind the cache back to what it shares with `ids`; return the ids it has not seen (at least the last one)."""
-        if self.cache is None:
-            config = self.model.config
-            self.cache = KVCache(config, config.context, self.model.dtype, self.model.device)
-        shared = 0
-        while (
-            shared < min(len(self.seen), self.cache.length, len(ids) - 1) and self.seen[shared] == ids[shared]
-        ):
-            shared += 1
-        try:
-            self.cache.truncate(shared)
-        except ValueError:  # a sliding window has overwritten what was shared
-            self.cache.truncate(shared := 0)
-        return ids[shared:]
 
 
 def main(args) -> int:
