@@ -215,12 +215,12 @@ class Scheduler:
 
     def settle(self, plan: Plan, ends: list[int], tokens: list[int]) -> list[Request]:
         """The step has arrived: its tokens are known, and who ends with them gives everything back."""
-        finished, S, window = [], self.pages.page_size, self.pages.window
+        finished, S = [], self.pages.page_size
         for (request, num_tokens), end, token in zip(plan, ends, tokens, strict=True):
             known, status = request.tokens, request.status
             if not end or status is FINISHED:
                 continue  # it was aborted, or had stopped, while the step ran
-            if status is RUNNING and (end % S < num_tokens or window):  # a page is full, or out of the window
+            if status is RUNNING and end % S < num_tokens:  # a page is full
                 self.pages.settle(request, end)
             if known[end] != UNKNOWN:
                 continue  # mid-prompt: this chunk's logits predict a token that is known

@@ -5,6 +5,7 @@ import types
 
 import paged_world
 import pytest
+import test_overlap
 import test_pages
 import test_scheduler
 from paged_world import day
@@ -63,10 +64,10 @@ WRONG = [
     ("a hit on the whole prompt", pages, "(len(request.tokens) - 1) // self.page_size",
      "len(request.tokens) // self.page_size", "days"),
     ("pages are shared before they are full", pages,
-     "while (len(request.chain) + 1) * self.page_size <= request.computed:",
-     "while len(request.chain) * self.page_size < request.computed:", "days"),
-    ("the last full page is never shared", pages, "self.page_size <= request.computed:",
-     "self.page_size < request.computed:", "test_pages.test_a_prompt_that_is_cached_as_a_whole()"),
+     "while (len(request.chain) + 1) * self.page_size <= computed:",
+     "while len(request.chain) * self.page_size < computed:", "days"),
+    ("the last full page is never shared", pages, "self.page_size <= computed:",
+     "self.page_size < computed:", "test_pages.test_a_prompt_that_is_cached_as_a_whole()"),
     ("keys do not chain the past", pages, "self._hash(before + tokens)", "self._hash(tokens)",
      "test_pages.test_equal_tokens_behind_different_pasts_have_entries_of_their_own()"),
     ("all that, and the parent is not verified", pages, "node.parent is parent and node.tokens",
@@ -148,24 +149,63 @@ WRONG = [
     ("a child does not wait for its leader", scheduler, "return False  # a step or two",
      "pass  # a step or two", "test_scheduler.test_children_share_their_leaders_prompt()"),
     # ------------------------------------------------------------ scheduler: after the step
-    ("computed advances by one", scheduler, "computed = request.computed + num_tokens",
-     "computed = request.computed + 1", "days"),
+    ("computed advances by one", scheduler, "end = request.computed + num_tokens",
+     "end = request.computed + 1", "days"),
     ("a token from the middle of a prompt", scheduler, "                continue  # mid-prompt",
      "                pass  # mid-prompt", "days"),
-    ("one token too many", scheduler, "if len(known) >= request.most:",
-     "if len(known) > request.most:", "days"),
+    ("one token too many", scheduler, "if end + 1 >= request.most:",
+     "if end + 1 > request.most:", "days"),
     ("min_tokens is ignored", scheduler,
-     "token in request.stop_ids and len(known) >= len(request.prompt) + request.params.min_tokens",
+     "token in request.stop_ids and end >= len(request.prompt) + request.params.min_tokens",
      "token in request.stop_ids", "test_scheduler.test_stop_ids_and_min_tokens()"),
     ("the stop id is part of the answer", scheduler, '                self.finish(request, "stop")',
-     '                request.tokens.append(token)\n                self.finish(request, "stop")', "days"),
-    ("pages leave the window only when one is full", scheduler, " or window:", ":",
+     '                known[end] = token\n                self.finish(request, "stop")', "days"),
+    ("pages leave the window only when one is full", scheduler, "            if self.pages.window:",
+     "            if False:",
      "test_pages.test_a_window_in_the_smallest_pool_it_fits_never_stops(5)"),
-    ("pages are never indexed", scheduler, "                self.pages.settle(request)",
+    ("pages are never indexed", scheduler, "                self.pages.settle(request, end)",
      "                pass",
      "test_scheduler.test_a_prompt_that_is_cached_as_a_whole_still_computes_a_token()"),
-    ("the aborted get their token", scheduler, "                continue  # it was aborted",
-     "                pass  # it was aborted", "days"),
+    ("the aborted are counted as computed", scheduler,
+     "            if request.status is not RUNNING:\n                ends.append(0)",
+     "            if False:\n                ends.append(0)", "days"),
+    # ------------------------------------------------------------ scheduler: a step in flight (test_overlap's days)
+    ("no token is promised", scheduler, "                request.tokens.append(UNKNOWN)\n",
+     "                pass\n", "ahead"),
+    ("a token is promised in the middle of a prompt", scheduler, "if end == len(request.tokens):",
+     "if end <= len(request.tokens):", "ahead"),
+    ("advance forgets how far", scheduler, "request.computed = end = request.computed + num_tokens",
+     "end = request.computed + num_tokens", "ahead"),
+    ("ends of all rows are the last one's", scheduler, "            ends.append(end)\n",
+     "            ends.append(end)\n            ends = [end] * len(ends)\n", "ahead"),
+    ("what is unknown stays so", scheduler, "            known[end] = token\n", "            pass\n", "ahead"),
+    ("the token is put last, where the next one is promised", scheduler, "            known[end] = token\n",
+     "            known[-1] = token\n", "ahead"),
+    ("the token is appended", scheduler, "            known[end] = token\n", "            known.append(token)\n",
+     "ahead"),
+    ("rows of those who had stopped are settled", scheduler, "if not end or status is FINISHED:", "if not end:",
+     "ahead"),
+    ("pages are given up as far as the next step will be", scheduler, "self.pages.settle(request, end)",
+     "self.pages.settle(request)", "ahead"),
+    ("pages leave the window when the step has arrived", scheduler, "            if self.pages.window:",
+     "            if False:", "ahead"),
+    ("a page is indexed by a token that nobody knows", scheduler, " - (request.tokens[end - 1] == UNKNOWN))",
+     ")", "ahead"),
+    ("those who gave way while their step ran lose its token", scheduler, "if not end or status is FINISHED:",
+     "if not end or status is not RUNNING:", "ahead"),
+    ("pages of those who gave way are indexed", scheduler, "if status is RUNNING and end %", "if end %", "ahead"),
+    ("one token too many while the last is being made", scheduler,
+     " or len(request.tokens) >= request.most:", ":", "ahead"),
+    ("the last token is made twice", scheduler, "len(request.tokens) >= request.most:",
+     "len(request.tokens) > request.most:", "ahead"),
+    ("the end comes one step early", scheduler, "if end + 1 >= request.most:",
+     "if len(known) >= request.most:", "ahead"),
+    ("promises stay when a request ends", scheduler,
+     "            while request.tokens[-1] == UNKNOWN:\n                request.tokens.pop()",
+     "            while False:\n                request.tokens.pop()", "ahead"),
+    ("only one promise is taken back", scheduler, "while request.tokens[-1] == UNKNOWN:",
+     "if request.tokens[-1] == UNKNOWN:", "ahead"),
+    # ------------------------------------------------------------ scheduler: endings
     ("an aborted request stays in the queue", scheduler, "            self.waiting.remove(request)",
      "            pass", "days"),
     ("an aborted request keeps its pages", scheduler,
@@ -220,6 +260,10 @@ def notice(who: str, monkeypatch) -> None:
         eval(who, {"test_pages": test_pages, "test_scheduler": test_scheduler})
         return
     fixed = {}
+    if who == "ahead":
+        for seed in DAYS:
+            test_overlap.day_ahead(seed)
+        return
     if who == "collisions":
         monkeypatch.setattr(paged_world.PagePool, "_hash", staticmethod(lambda content: b"the same"))
         fixed = dict(prefix_caching=True)
