@@ -35,9 +35,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from minserve.kernels import check_packed
 from minserve.kernels.rms_norm import _check as check_norm
@@ -104,7 +106,6 @@ def build(source: str, folder: Path) -> ctypes.CDLL:
         path = Path(unfinished)
     os.close(handle)
     try:
-        print("compiling the CPU kernels (once) ...", file=sys.stderr, flush=True)
         _compile(compiler, source, unfinished)
         os.replace(unfinished, path)
         return ctypes.CDLL(str(path))
@@ -138,13 +139,35 @@ def _compiler() -> list[str]:
 def _compile(compiler: list[str], source: str, out: str) -> None:
     for flags in TRIED:
         command = [*compiler, *FLAGS, *flags, "-x", "c++", "-", "-o", out]
-        result = subprocess.run(command, input=source, capture_output=True, text=True)
+        with ticking("compiling the CPU's kernels (once)"):
+            result = subprocess.run(command, input=source, capture_output=True, text=True)
         if result.returncode == 0:
             return
     said = result.stderr.strip().splitlines()
     said = [line for line in said if "error" in line] or said  # rather than the notes that follow them
     last = "\n".join(said[-5:])
     raise Unavailable(f"{shlex.join(compiler)} cannot compile {SOURCE.name}; its last words:\n{last}")
+
+
+@contextlib.contextmanager
+def ticking(what: str):
+    """On a terminal, seconds that go up until the work inside is done; elsewhere one line."""
+    done = threading.Event()
+    with tqdm(desc=what, bar_format="{desc}: {elapsed}", disable=not sys.stderr.isatty()) as clock:
+        if clock.disable:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+
+        def tick():
+            while not done.wait(0.2):
+                clock.refresh()
+
+        thread = threading.Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 # ---------------------------------------------------------------- calling
