@@ -3,12 +3,28 @@
 import importlib
 import inspect
 import sys
+from unittest import mock
 
 import pytest
 import test_engine
+import test_overlap
 from test_engine import model, tokenizer  # noqa: F401  fixtures
 
+from minserve.request import Request
+
 PROMPTS = test_engine.PROMPTS
+
+
+def plainly(case):
+    """Run it on the plain path, whatever the fastest one is."""
+    with mock.patch.dict(test_engine.Engine.__init__.__kwdefaults__, step="plain"):
+        case()
+
+
+def all_of(m):
+    return {"llama-3": m}
+
+
 CASES = {  # a name for each test to be rerun
     "alone": lambda m, t: test_engine.test_each_prompt_gets_the_answer_it_gets_alone(
         m, test_engine.WholePrompts
@@ -35,7 +51,22 @@ CASES = {  # a name for each test to be rerun
     "queue": lambda m, t: test_engine.test_a_full_queue_refuses_all_of_a_request_or_none(m),
     "ctrl-c": lambda m, t: test_engine.test_ctrl_c_leaves_nothing_behind(m),
     "log": lambda m, t: test_engine.test_the_log_accounts_for_every_token_and_page(m),
+    "plain": lambda m, t: plainly(lambda: CASES["alone"](m, t)),
+    "mixed plain": lambda m, t: plainly(lambda: CASES["mixed"](m, t)),
     "salt": lambda m, t: test_engine.test_salts_keep_tenants_apart(m),
+    # with a step in flight
+    "order": lambda m, t: test_overlap.test_a_step_lands_after_the_next_one_is_on_its_way(all_of(m), "plain"),
+    "at once": lambda m, t: test_overlap.test_without_overlap_a_step_lands_at_once(all_of(m)),
+    "record": lambda m, t: test_overlap.test_the_last_token_allowed_is_nobodys_input(all_of(m)),
+    "to host": lambda m, t: test_overlap.test_tokens_are_waited_for_by_an_event_of_their_own(),
+    "close in flight": lambda m, t: test_overlap.test_close_with_a_step_in_flight(all_of(m), "plain", 3),
+    "fails in flight": lambda m, t: test_overlap.test_one_failing_request_fails_alone(
+        all_of(m), None, t, "plain", "raise", "injected", 4
+    ),
+    "stops": lambda m, t: test_overlap.test_a_request_that_stops_while_the_next_step_fails(m),
+    "none drawn": lambda m, t: test_overlap.test_a_token_that_is_none_is_never_looked_up(m),
+    "text in flight": lambda m, t: test_overlap.test_streamed_text_is_the_text_in_flight(m, t),
+    "day": lambda m, t: [test_overlap.check_day(all_of(m), t, seed) for seed in (0, 2)],
 }
 WRONG = [  # module, right, wrong, who must notice
     ("engine", "self.cache.copy(self.pages.copies)", "pass", "n"),
@@ -44,8 +75,35 @@ WRONG = [  # module, right, wrong, who must notice
     ("engine", "[len(r.tokens) - len(r.prompt) for r in requests]", "[0 for r in requests]", "mixed"),
     ("engine", "r.prompt, r.outputs, r.stop_ids", "r.prompt, [], r.stop_ids", "preempted"),
     ("engine", "seed_of(seed, index)", "seed", "n"),
-    ("engine", "rows=batch.last", "rows=batch.last - 1", "alone"),
-    ("engine", "if token < 0:", "if token < -1:", "nan"),
+    ("engine", "rows=batch.last", "rows=batch.last - 1", "plain"),
+    ("engine", "if token < 0 and", "if token < -1 and", "nan"),
+    # a step in flight
+    ("engine", "landing, self.flight = self.flight, None", "landing = self.flight", "fails in flight"),
+    ("engine", "            flight = self._launch(plan, record, marks)\n",
+     "            news = self._land(landing, [])\n"
+     "            landing, flight = None, self._launch(plan, record, marks)\n", "order"),
+    ("engine", "landing if self.overlap else flight, marks", "flight, marks", "order"),
+    ("engine", "landing if self.overlap else flight, marks", "landing, marks", "at once"),
+    ("engine", "if plan or self.flight:", "if plan:", "order"),
+    ("engine", "if plan or late or self.flight else None", "if plan or late else None", "record"),
+    ("engine", "news = self._land(landing, []) + self._one_by_one(plan, record)",
+     "news = self._one_by_one(plan, record)", "fails in flight"),
+    ("engine", "news = self._land(landing, []) + self._one_by_one(plan, record)",
+     "news = self._one_by_one(plan, record) + self._land(landing, [])", "fails in flight"),
+    ("engine", "                continue  # it ended with the step before", "                pass  # it ended",
+     "stops"),
+    ("engine", "if token < 0 and plan[b][0].status is not Status.FINISHED:", "if token < 0:", "none drawn"),
+    ("engine", "self._tell(output, ends[b], its)", "self._tell(output, -1, its)", "text in flight"),
+    ("engine", "if len(request.tokens) > at:", "if True:", "day"),
+    ("engine", "self.scheduler.advance(batch.plan), ToHost", "self.scheduler.advance(batch.plan)[::-1], ToHost",
+     "alone"),
+    ("engine", "            tokens[b] = token\n", "            tokens[-1 - b] = token\n", "alone"),
+    ("engine", "        self.flight = None\n        return self.abort", "        return self.abort", "close in flight"),
+    ("batch", "self.arrived.synchronize()", "pass", "to host"),
+    ("batch", "tokens.int().clamp(min=0)", "tokens.int()", "none drawn"),
+    # drawn before the sampler
+    ("sampler", "asks & ~np.uint8(LOGPROBS | known)", "asks & ~np.uint8(LOGPROBS | DRAWN)", "mixed"),
+    ("sampler", "tokens, known = drawn or (None, 0)", "tokens, known = drawn or (None, DRAWN)", "mixed plain"),
     ("engine", "self._fail(request, its_own)", "self._fail(request, its_own); return news", "raise"),
     ("engine", "except Exception:  # whatever", "except KeyError:  # whatever", "raise"),
     ("engine", "delta += self._end(request)[1]", "self._end(request)", "held"),
@@ -63,7 +121,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("output", "if len(self.tokens) > self.request.params.min_tokens", "if True", "min"),
     ("output", "delta, stopped = self._stops.push(delta)", "_, stopped = self._stops.push(delta)", "stop"),
     ("output", "self.logprobs.append(logprobs)", "self.logprobs = [logprobs]", "logprobs"),
-    ("batch", "+ 1] = tokens.int()", "] = tokens.int()", "alone"),
+    ("batch", "+ 1] = known", "] = known", "alone"),
     ("batch", "request.dirty = end", "request.dirty = end + 1", "alone"),
     ("batch", "host[3, :B] == known", "host[3, :B] <= known", "raise"),
 ]  # fmt: skip
@@ -82,11 +140,18 @@ def test_a_wrong_engine_is_noticed(monkeypatch, model, tokenizer, module, right,
         right_engine = inspect.getsource(importlib.import_module("minserve.engine"))
         exec(compile(right_engine, "engine.py", "exec"), engine.__dict__)
     monkeypatch.setattr(test_engine, "Engine", engine.Engine)
-    monkeypatch.setattr(test_engine, "LLM", engine.LLM)
+    for tests in (test_engine, test_overlap):
+        monkeypatch.setattr(tests, "LLM", engine.LLM)
     run = CASES[case]
     with pytest.raises(Exception) as noticed:  # a wrong answer, or whatever trouble it gets into
         run(model, tokenizer)
     assert not isinstance(noticed.value, (SyntaxError, NameError))
+
+
+def test_a_token_that_shows_before_it_is_known_is_noticed(monkeypatch, model, tokenizer):  # noqa: F811
+    monkeypatch.setattr(Request, "outputs", property(lambda r: r.tokens[len(r.prompt) :]))
+    with pytest.raises(AssertionError):
+        CASES["text in flight"](model, tokenizer)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,17 +6,18 @@ the engine  the same random day with and without `overlap`, on every kind of ste
 
 import itertools
 import random
+import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import paged_world
 import pytest
 import torch
-from test_engine import FREE, PROMPTS, alone, engine, run, tokenizer  # noqa: F401  a fixture
+from test_engine import FREE, PROMPTS, alone, engine, model, run, tokenizer  # noqa: F401  fixtures
 
-import minserve.engine
 from minserve.engine import LLM
 from minserve.request import UNKNOWN, SamplingParams, Status
 from minserve.weights import load
@@ -111,7 +112,7 @@ def test_those_days_are_not_quiet():
 # ---------------------------------------------------------------- the engine: a random day, twice
 @pytest.fixture(scope="module")
 def models(checkpoints):
-    return {family: {kind: load(checkpoints(family)) for kind in KINDS} for family in ("llama-3", "mistral")}
+    return {family: load(checkpoints(family)) for family in ("llama-3", "mistral")}
 
 
 def orders(rng: random.Random, tokenizer) -> list:  # noqa: F811
@@ -174,9 +175,8 @@ def live_through(e, orders, rng_seed: int) -> tuple[list, Counter]:
         return land(flight, marks)
 
     e.pages.grow, e._land = tight, landing
-    with mock.patch.object(
-        minserve.engine, "time", SimpleNamespace(monotonic=lambda: float(e.scheduler.steps))
-    ):
+    ticks = SimpleNamespace(monotonic=lambda: 1.0 * e.scheduler.steps)
+    with mock.patch.dict(type(e).step.__globals__, time=ticks):
         while any(not made for made in outputs) or e.outputs or e.flight:
             for i, (when, prompt, params, comes, gone) in enumerate(orders):
                 if not outputs[i] and when <= next(now) / len(orders):
@@ -235,11 +235,15 @@ LIMITS = [
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("family", ["llama-3", "mistral"])
 def test_a_day_with_overlap_gives_what_a_day_without_gives(models, tokenizer, family, seed):  # noqa: F811
+    check_day(models, tokenizer, seed, family)
+
+
+def check_day(models, tokenizer, seed, family="llama-3"):  # noqa: F811
     rng = random.Random(seed)
     day, limits = orders(rng, tokenizer), LIMITS[seed % 3]
     sinks = dict(sinks=2) if family == "mistral" and seed % 2 else {}
     one = lambda kind, overlap: engine(
-        models[family][kind], tokenizer, step=kind, overlap=overlap, **limits, **sinks
+        models[family], tokenizer, step=kind, overlap=overlap, **limits, **sinks
     )
     settled = one("plain", False)
     expected, _ = live_through(settled, day, seed)
@@ -256,7 +260,7 @@ def test_those_days_are_lived_in(models, tokenizer):  # noqa: F811
     """What they are about does happen: all kinds of endings, requests that give way, tokens behind an end."""
     seen = Counter()
     for seed in range(6):
-        e = engine(models["llama-3"]["plain"], tokenizer, step="plain", overlap=True, **LIMITS[seed % 3])
+        e = engine(models["llama-3"], tokenizer, step="plain", overlap=True, **LIMITS[seed % 3])
         outputs, events = live_through(e, orders(random.Random(seed), tokenizer), seed)
         seen.update(o.finish_reason for o in outputs)
         seen["preemptions"] += events["preemptions"]
@@ -271,7 +275,7 @@ def test_those_days_are_lived_in(models, tokenizer):  # noqa: F811
 # ---------------------------------------------------------------- order
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_lands_after_the_next_one_is_on_its_way(models, kind):
-    e, order = engine(models["llama-3"][kind], step=kind, overlap=True), []
+    e, order = engine(models["llama-3"], step=kind, overlap=True), []
     launch, land = e._launch, e._land
 
     def launching(plan, record, marks):
@@ -289,7 +293,7 @@ def test_a_step_lands_after_the_next_one_is_on_its_way(models, kind):
     flights, e._launch, e._land = {}, launching, landing
     (output,) = e.add(PROMPTS[0], FREE)
     made = []
-    while e.outputs:
+    while e.outputs and len(made) < 40:
         e.step()
         made.append(len(output.tokens))
     assert made == list(range(13))  # nothing in the first turn; then one in each
@@ -300,7 +304,7 @@ def test_a_step_lands_after_the_next_one_is_on_its_way(models, kind):
 
 
 def test_without_overlap_a_step_lands_at_once(models):
-    e = engine(models["llama-3"]["plain"], overlap=False)
+    e = engine(models["llama-3"], overlap=False)
     (output,) = e.add(PROMPTS[0], FREE)
     for k in range(1, 13):
         e.step()
@@ -309,25 +313,54 @@ def test_without_overlap_a_step_lands_at_once(models):
 
 def test_the_last_token_allowed_is_nobodys_input(models):
     """That a request ends by length is known before its token is: no step computes behind it."""
-    e = engine(models["llama-3"]["plain"], overlap=True)
+    e = engine(models["llama-3"], overlap=True)
     (output,) = e.add([7, 3], SamplingParams(max_tokens=3, ignore_eos=True))
-    while e.outputs:
+    for _ in range(5):
         e.step()
     assert [record.num_tokens for record in e.log] == [2, 1, 1, 0] and output.finish_reason == "length"
+
+
+def test_tokens_are_waited_for_by_an_event_of_their_own():
+    """ToHost on a GPU: copied to pinned memory without waiting, an event behind the copy, waited for when read."""
+    batch, order = sys.modules["minserve.batch"], []
+
+    class Event:
+        def record(self):
+            order.append("record")
+
+        def synchronize(self):
+            order.append("synchronize")
+            pinned[:] = [4, 5]  # now they are there
+
+    class Pinned(list):
+        def copy_(self, tokens, non_blocking=False):
+            order.append("copy" if non_blocking else "copy and wait")
+
+        def tolist(self):
+            order.append("read")
+            return list(self)
+
+    pinned = Pinned([0, 0])
+    made = lambda shape, dtype, pin_memory: order.append("pinned" if pin_memory else "pageable") or pinned
+    fake = SimpleNamespace(empty=made, cuda=SimpleNamespace(Event=Event))
+    with mock.patch.object(batch, "torch", fake):
+        tokens = batch.ToHost(SimpleNamespace(is_cuda=True, shape=(2,), dtype=torch.int64))
+        assert order == ["pinned", "copy", "record"]
+        assert tokens.tolist() == [4, 5] and order[3:] == ["synchronize", "read"]
 
 
 # ---------------------------------------------------------------- trouble in flight
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how, said", [("raise", "injected"), ("nan", "logits hold NaN")])
 @pytest.mark.parametrize("chunk", [4, 32])
-def test_one_failing_request_fails_alone(models, checkpoints, kind, how, said, chunk):
-    model = models["llama-3"][kind]
-    answers = [alone(model, p) for p in PROMPTS]
+def test_one_failing_request_fails_alone(models, checkpoints, tokenizer, kind, how, said, chunk):  # noqa: F811
+    its = models["llama-3"]
+    answers = [alone(its, p) for p in PROMPTS]
     assert not any(77 in a for a in answers)
     if how == "nan":
-        model = load(checkpoints("llama-3"))
-        model.embed_tokens.weight[77] = torch.nan
-    e = engine(model, chunk=chunk, step=kind, overlap=True)
+        its = load(checkpoints("llama-3"))
+        its.embed_tokens.weight[77] = torch.nan
+    e = engine(its, tokenizer, chunk=chunk, step=kind, overlap=True)
     compute = e.compute
 
     def fails(batch):
@@ -342,27 +375,89 @@ def test_one_failing_request_fails_alone(models, checkpoints, kind, how, said, c
     run(e)
     assert bad.finish_reason == "error" and said in str(bad.error) and bad.tokens == []
     assert [o.tokens for o in good] == answers and all(o.error is None for o in good)
+    assert [o.text for o in good] == [tokenizer.decode(a) for a in answers]
+
+
+def test_a_request_that_stops_while_the_next_step_fails(model):  # noqa: F811
+    """Its last step lands after a launch that failed: it is not run again with the others."""
+    answer = alone(model, PROMPTS[0])
+    third = answer[2]
+    assert third not in answer[:2]
+    e = engine(model, step="plain", overlap=True)
+    compute, failed = e.compute, []
+
+    def fails(batch):
+        if (batch.ids == 77).any():
+            failed.append([r.id for r, _ in batch.plan])
+            raise RuntimeError("injected")
+        return compute(batch)
+
+    e.compute = fails
+    stops, goes_on = e.add(PROMPTS[0], replace(FREE, stop_token_ids=[third]))[0], e.add(PROMPTS[3], FREE)[0]
+    for _ in range(3):
+        e.step()
+    (bad,) = e.add([3, 77], FREE)
+    e.step()
+    assert failed == [[0, 1, 2], [2]]  # all three were in that step
+    run(e)
+    assert stops.finish_reason == "stop" and stops.tokens == answer[:2] and stops.error is None
+    assert bad.finish_reason == "error" and goes_on.tokens == alone(model, PROMPTS[3])
+
+
+def test_a_token_that_is_none_is_never_looked_up(model):  # noqa: F811
+    """Where a row's logits are NaN the next step has been sent off with -1 for its token: no step may fail of that."""
+    e = engine(model, step="plain", overlap=True)
+    bad, good = (e.add(p, FREE)[0] for p in (PROMPTS[0], PROMPTS[3]))
+    compute = e.compute
+
+    def spoils(batch):
+        assert (batch.ids >= 0).all()
+        logits, drawn = compute(batch)
+        logits = logits.clone()
+        if e.scheduler.steps > 2:
+            logits[[r.id for r, _ in batch.plan].index(0)] = torch.nan
+        return logits, drawn
+
+    e.compute, e._one_by_one = spoils, None
+    while e.outputs and e.scheduler.steps < 40:
+        e.step()
+        if bad.finished:
+            e.compute = compute
+    assert bad.finish_reason == "error" and bad.tokens == alone(model, PROMPTS[0])[:2]
+    assert good.tokens == alone(model, PROMPTS[3])
+
+
+def test_streamed_text_is_the_text_in_flight(model, tokenizer):  # noqa: F811
+    e = engine(model, tokenizer, overlap=True)
+    outputs = [e.add(p, replace(FREE, min_tokens=i, stop="zz"))[0] for i, p in enumerate(PROMPTS)]
+    heard = dict.fromkeys(outputs, "")
+    while e.outputs and e.scheduler.steps < 60:
+        for output, text in e.step():
+            heard[output] += text
+        assert all(UNKNOWN not in o.tokens for o in outputs)
+        assert all(tokenizer.decode(o.tokens).startswith(heard[o]) for o in outputs)
+    assert [heard[o] for o in outputs] == [tokenizer.decode(alone(model, p)) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_that_is_none_ends_its_request_where_it_is_drawn(models, checkpoints, kind):
     """NaN in the middle of an answer: the step that was sent off with that token harms nobody."""
-    free = alone(models["llama-3"]["plain"], PROMPTS[0])
+    free = alone(models["llama-3"], PROMPTS[0])
     third = next(t for t in free[2:] if t not in free[:2] and t not in PROMPTS[0])
-    model = load(checkpoints("llama-3"))
-    model.embed_tokens.weight[third] = torch.nan
-    others = [p for p in PROMPTS[1:] if third not in alone(models["llama-3"]["plain"], p) + p]
-    e = engine(model, step=kind, overlap=True)
+    its = load(checkpoints("llama-3"))
+    its.embed_tokens.weight[third] = torch.nan
+    others = [p for p in PROMPTS[1:] if third not in alone(models["llama-3"], p) + p]
+    e = engine(its, step=kind, overlap=True)
     bad, *good = [e.add(p, FREE)[0] for p in [PROMPTS[0], *others]]
     run(e)
     assert bad.finish_reason == "error" and bad.tokens == free[: free.index(third) + 1] and others
-    assert [o.tokens for o in good] == [alone(model, p) for p in others]
+    assert [o.tokens for o in good] == [alone(its, p) for p in others]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", range(5))
 def test_close_with_a_step_in_flight(models, kind, after):
-    e = engine(models["llama-3"][kind], step=kind, overlap=True)
+    e = engine(models["llama-3"], step=kind, overlap=True)
     outputs = [e.add(p, FREE)[0] for p in PROMPTS]
     for _ in range(after):
         e.step()
@@ -379,7 +474,7 @@ def test_close_with_a_step_in_flight(models, kind, after):
 @pytest.mark.parametrize("after", range(1, 6))
 def test_a_seat_given_to_another_in_flight(models, kind, after):
     """Aborted while its step runs; whoever takes its seat and its pages gets its own answer."""
-    e = engine(models["llama-3"][kind], step=kind, overlap=True, max_running=1, num_pages=7)
+    e = engine(models["llama-3"], step=kind, overlap=True, max_running=1, num_pages=7)
     first = e.add(PROMPTS[2], FREE)[0]
     for _ in range(after):
         e.step()
@@ -391,9 +486,7 @@ def test_a_seat_given_to_another_in_flight(models, kind, after):
 
 
 def test_generate_and_its_progress(models):
-    llm = LLM(
-        models["llama-3"]["graph"], num_pages=60, page_size=8, overlap=True, max_waiting=3, max_running=2
-    )
+    llm = LLM(models["llama-3"], num_pages=60, page_size=8, overlap=True, max_waiting=3, max_running=2)
     heard = Counter()
     results = llm.generate(PROMPTS, FREE, each=lambda output, text: heard.update([output]))
     assert [o.tokens for (o,) in results] == [alone(llm.model, p) for p in PROMPTS]
@@ -403,7 +496,7 @@ def test_generate_and_its_progress(models):
 def test_the_clock_of_a_record(models):
     """Each turn's phases are there, in order, and fill the turn, with or without something in flight."""
     for overlap in (False, True):
-        e = engine(models["llama-3"]["plain"], overlap=overlap)
+        e = engine(models["llama-3"], overlap=overlap)
         e.add(PROMPTS[0], FREE)
         begin = time.perf_counter()
         run(e)

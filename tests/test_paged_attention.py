@@ -94,6 +94,17 @@ def check_step(rows, page_size, window, sinks, module):
     )
     assert not expected.isnan().any()
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    called = []
+
+    def singles(q, k_cache, v_cache, tables, lengths, window, sinks):
+        """Native.attend's signature, the definition's arithmetic."""
+        called.append(len(q))
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        return paged_attention_reference(q, k_cache, v_cache, tables, starts, lengths, window, sinks)
+
+    got = cache.look_for(batch, singles)(0, q)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert called == [batch.num_singles] * (batch.num_singles > 0)
     flat = cache.k[0].flatten(0, 1)
     assert torch.equal(flat[batch.slots], k) and torch.equal(cache.v[0].flatten(0, 1)[batch.slots], v)
 
@@ -106,10 +117,14 @@ def test_a_step_equals_the_definition(rows, page_size, window, sinks):
 
 
 def test_layers_of_different_windows_share_a_step():
+    check_layers(minserve.paged_attention)
+
+
+def check_layers(module):
     plan = plan_of([(20, 1), (3, 9)], 4, 30, None, 0)
     batch = Packer(2, 64, 4).pack(plan)
     gen = torch.Generator().manual_seed(0)
-    cache = minserve.paged_attention.PagedCache(config((None, 6)), 30, 4)
+    cache = module.PagedCache(config((None, 6)), 30, 4)
     attend, outs = cache.attend_for(batch), []
     for layer, window in enumerate((None, 6)):
         cache.k[layer], cache.v[layer] = written(plan, 4, None, 0, gen, cache.k[0].shape)
@@ -179,7 +194,23 @@ WRONG = [
     ("np.where(seen.any(1), j, lengths[:, None] - 1)", "j.clip(max=batch.tables.shape[1] * page_size - 1)"),
     ("np.minimum(query, counts[:, None] - 1)", "query"),
     ("made.view(C, G, n, R, D).transpose(1, 2)", "made.view(C, G, R, n, D).permute(0, 3, 1, 2, 4)"),
-    ("q[self.place].view(C, n, G, R, D)", "q[self.place].view(C, n, R, G, D).transpose(2, 3)"),  # heads tiled
+    ("rows = rows.view(C, n, G, R, D)", "rows = rows.view(C, n, R, G, D).transpose(2, 3)"),  # heads tiled
+    # whole prompts, without a mask
+    ("not first.any() and window is None", "not first.any()"),
+    ("not first.any() and window is None", "window is None"),
+    ("None if self.causal or seen.all()", "None if True or seen.all()"),
+    ("x.repeat_interleave(R, 1)", "x.repeat(1, R, 1, 1)"),
+    ("is_causal=True", "is_causal=False"),
+    ("            made = made.transpose(1, 2)\n", "            made = made.transpose(1, 2).flip(1)\n"),
+    ("self.real = (\n            None if (counts == counts[0]).all()", "self.real = (\n            None if True"),
+    # single tokens by a kernel of their own, chunks beside them
+    ("batch.num_singles if singles else 0", "0"),
+    ("batch.tables[:n], batch.lengths[:n], window", "batch.tables[-n:], batch.lengths[-n:], window"),
+    ("                made[:n] = out\n            return", "                pass\n            return"),
+    ("        chunks = {}\n        if n < len(batch.plan):",
+     "        chunks = {}\n        if n < len(batch.plan) - 1:"),
+    ("rows = rows[rows >= first]", "rows = rows[rows > first]"),
+    ("return chunks[window].attend(", "return chunks[self.config.windows[-1 - layer]].attend("),
     ("source, target = torch.tensor(pairs", "target, source = torch.tensor(pairs"),
     ("batch.slots)", "batch.slots + 1)"),
 ]  # fmt: skip
@@ -212,6 +243,7 @@ def test_a_wrong_cache_is_noticed(right, wrong):
     exec(compile(source.replace(right, wrong), "wrong.py", "exec"), module.__dict__)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check(module=module)
+        check_layers(module)
         cache = module.PagedCache(config((None,)), 4, 2)
         cache.k[0][1] = 1.0
         cache.copy([(1, 2)])
