@@ -52,7 +52,8 @@ def run(*words) -> int:
 
 
 # ---------------------------------------------------------------- every benchmark
-TINY_WILL_DO = [name for name in BENCHES if name != "cold-start"]  # that one starts `chat` on a real folder
+REAL = ("cold-start", "memory")  # they start processes on a real folder
+TINY_WILL_DO = [name for name in BENCHES if name not in REAL]
 
 
 @pytest.mark.parametrize("name", TINY_WILL_DO)
@@ -73,7 +74,7 @@ def test_runs_prints_and_writes_the_schema(name, tmp_path, capsys):
     assert all(row.case in printed for row in report.rows) and "bound" in printed and "(target)" in printed
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "prefill-attention", "decode-attention"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "prefill-attention", "decode-attention", "gemv"])
 def test_both_sides_share_a_bound_and_their_ratio_is_theirs(name, tmp_path):
     assert run(name, "--dtype", "float32", "--json", str(tmp_path / "r.json")) == 0
     report = Report.load(tmp_path / "r.json")
@@ -89,7 +90,8 @@ def test_both_sides_share_a_bound_and_their_ratio_is_theirs(name, tmp_path):
 
 
 def test_all_writes_one_file_each(tmp_path, monkeypatch):
-    monkeypatch.delitem(BENCHES, "cold-start")
+    for name in REAL:
+        monkeypatch.delitem(BENCHES, name)
     assert run("all", "--json", str(tmp_path / "data")) == 0
     assert {p.stem for p in (tmp_path / "data").iterdir()} == set(BENCHES)
 
@@ -260,11 +262,37 @@ def test_the_ladder_measures_draws_and_prints(tmp_path, capsys):
     assert climb(tmp_path) == 0
     report = Report.load(tmp_path / "data" / "ladder.json")
     assert [row.case for row in report.rows] == [rung.name for rung in ladder.RUNGS]
-    one, _, many, *_, shared = report.rows
+    one, _, many, *_, shared, compiled, overlap = report.rows
+    assert compiled.bound == overlap.bound == shared.bound and "nothing to gain on a CPU" in overlap.note
     assert 0 < one.bound < many.bound < shared.bound and one.unit == "tok/s" and "tiny in" in report.where
     assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
     out, err = capsys.readouterr()
-    assert "prefix caching" in out and "of bound" not in err and "measuring 6 rungs" in err
+    assert "prefix caching" in out and "of bound" not in err and "measuring 8 rungs" in err
+
+
+def test_every_rung_says_which_step_it_takes(monkeypatch):
+    asked = []
+
+    class Spy(ladder.LLM):
+        def __init__(self, model, **options):
+            asked.append((options["step"], options["overlap"]))
+            super().__init__(model, **options)
+
+    monkeypatch.setattr(ladder, "LLM", Spy)
+    model = Model.random(TINY)
+    ladder.compare(model, ladder.make_work(TINY, 6).first(2, 4))
+    assert asked == [("plain", False)] * 4 + [("graph", False), ("graph", True)]
+
+
+def test_making_an_engine_is_not_timed(monkeypatch):
+    class Slow(ladder.LLM):
+        def __init__(self, *args, **options):
+            time.sleep(1.0)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(ladder, "LLM", Slow)
+    seconds, _ = ladder.RUNGS[-1].serve(Model.random(TINY), ladder.make_work(TINY, 6).first(2, 4))
+    assert 0 < seconds < 1.0
 
 
 def test_a_rung_that_answers_otherwise_is_not_timed(tmp_path, monkeypatch):
