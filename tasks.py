@@ -27,11 +27,13 @@ BUDGETS = {"core": 2500, "kernels": 2000}  # lines of code on floors 0 to 5, and
 NOT_CORE = set("lab bench cluster __main__ chat doctor server metrics simulator async_engine".split())
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it
 WIDGET = "application/vnd.jupyter.widget-view+json"
-BENCHES = "decode prefill overhead paged-attention batching prefix chunked".split()
+BENCHES = "decode prefill step overhead paged-attention batching prefix chunked".split()
 GPU_BENCHES = BENCHES + ["prefill-attention", "ctx-slope", "offline"]  # make bench; make gpu has its own list
 CPU_BENCHES = BENCHES + [
     "roofline",
     "cold-start",
+    "linear",
+    "memory",
     "peers",
 ]  # what a machine without a GPU has something to say about
 

@@ -6,6 +6,7 @@ It must work where nothing else does: it imports torch and its like only inside 
 and triton only in a process of its own. A check returns findings; printing is somebody else's work.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -43,6 +44,12 @@ else:
     import triton.backends.nvidia.compiler
     print("compile for GPUs and interpret; nothing here to run on")
 """
+COMPILED = ("by matrix units", "without matrix units")
+ASKS_NATIVE = f"""
+from minserve.kernels import native
+why_not = native.usable()
+print(why_not.splitlines()[0] if why_not else {COMPILED}[not native.Native().matrix_units])
+"""
 
 
 class Finding(NamedTuple):
@@ -54,7 +61,7 @@ class Finding(NamedTuple):
 
 def examine(cache: Path | None = None) -> list[Finding]:
     """Every check, in the order one would ask. A check that crashes is itself a finding."""
-    checks = [python, system, cpu, memory, torch_, triton_, gpu]
+    checks = [python, system, cpu, memory, torch_, triton_, gpu, step, held]
     checks += [package(name, needed=name in NEEDED) for name in NEEDED + USEFUL]
     checks += [lambda: model(cache), lambda: writable(cache), lambda: disk(cache)]
     return [run(check) for check in checks]
@@ -141,6 +148,59 @@ def gpu() -> Finding:
             "FAIL", "GPU", "seen by nvidia-smi, but this torch is a CPU build", "install torch for CUDA"
         )
     return Finding("--", "GPU", "none that torch can use; everything runs on the CPU")
+
+
+# ---------------------------------------------------------------- which road a step takes here
+def step() -> Finding:
+    """How the engine computes on this machine. The CPU's kernels are compiled for the answer, if they never were."""
+    if without_torch():
+        return Finding("--", "step", "unknown without torch")
+    if on_gpu():
+        return Finding("OK", "step", "CUDA graphs, one per number of rows")
+    kernels = native_kernels()
+    if kernels not in COMPILED:
+        return Finding("--", "step", f"operation by operation, in PyTorch: {kernels}")
+    return Finding("OK", "step", f"recorded calls of compiled CPU kernels, bf16 matmuls {kernels}")
+
+
+def held() -> Finding:
+    """How often the weights lie in memory; fused.FusedModel decides it."""
+    if without_torch():
+        return Finding("--", "weights", "unknown without torch")
+    import torch
+
+    from minserve import fetch
+    from minserve.config import SHAPES
+
+    size, model = 2 * SHAPES["smollm2-135m"].num_params / 1e9, f"{fetch.DEFAULT_MODEL.split('/')[-1]} in bf16"
+    twice = not on_gpu() and native_kernels() == COMPILED[1]
+    if twice and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        text = f"held twice, as they are and in blocks for many rows: 2 x {size:.2f} GB, {model}"
+        return Finding("OK", "weights", text)
+    return Finding("OK", "weights", f"held once: {size:.2f} GB, {model}")
+
+
+@functools.cache
+def native_kernels() -> str:
+    """One of COMPILED, or why there are none. Asked in another process: it imports triton, which may be broken."""
+    command, root = [sys.executable, "-c", ASKS_NATIVE], Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"asking for compiled kernels ended with exit code {done.returncode}"
+
+
+def without_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except Exception:
+        return True
+    return False
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 # ---------------------------------------------------------------- packages and the model

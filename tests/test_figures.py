@@ -35,6 +35,11 @@ PEERS = [
     ("mixed 32", [("minserve", 350.0), ("transformers 5.24.0, continuous batching", 3.5), ("vLLM 0.32.0", 340.0)]),
     ("decode-heavy 8", [("minserve", 300.0), ("vLLM 0.32.0", 417.0), ("llama.cpp b11434-0c1e570", 299.0)]),
 ]  # fmt: skip
+PARTS = ("weights", "attention", "small ops", "dispatch", "Python", "sampling")
+SPLIT = [
+    ("decode 1", 0.008, [("plain", 0.024, dict(zip(PARTS, [0.01, 0.002, 0.004, 0.005, 0.001, 0.001])))]),
+    ("prefill", 0.1, [(way, 0.3, dict.fromkeys(PARTS, 0.05)) for way in ("plain", "fused", "graph")]),
+]
 FIGURES = {
     "ladder": lambda: figures.ladder(figures.axes(6.4, 2), RUNGS),
     "roofline": lambda: figures.roofline(figures.axes(6.4, 4), LAPTOP, WORK),
@@ -45,6 +50,7 @@ FIGURES = {
     "batch curve": lambda: figures.batch_curve(figures.axes(), BATCHES, *RATES, crossover=12.3),
     "kv": lambda: figures.kv_bars(figures.axes(6.4, 2), KV),
     "peers": lambda: figures.peers(figures.axes(6.4, 4), PEERS),
+    "steps": lambda: figures.steps(figures.axes(7.2, 3), SPLIT, PARTS),
     "users": lambda: figures.user_bars(figures.axes(6.4, 2), [("MHA", 0), ("GQA", 97)]),
 }
 
@@ -177,3 +183,19 @@ def test_the_layout_picture_numbers_elements_as_memory_does():
     texts = [text.get_text() for text in ax.texts]
     assert sorted(int(t) for t in texts if t.isdigit()) == list(range(32))
     assert any("k[2, 1, 3]" in t and "= 23 elements" in t for t in texts)
+
+
+def test_a_step_is_stacked_from_its_parts_in_multiples_of_the_bound():
+    ax = figures.steps(figures.axes(7.2, 3), SPLIT, PARTS)
+    plain, others = ax.patches[:6], ax.patches[6:]
+    assert [bar.get_width() for bar in plain] == pytest.approx([1.25, 0.25, 0.5, 0.625, 0.125, 0.125])
+    assert [bar.get_x() for bar in plain] == pytest.approx([0, 1.25, 1.5, 2.0, 2.625, 2.75])
+    assert len(others) == 18 and all(bar.get_width() == pytest.approx(0.5) for bar in others)
+    assert (
+        len({(bar.get_edgecolor(), bar.get_hatch()) for bar in plain})
+        == len({b.get_hatch() for b in plain})
+        == 6
+    )
+    said = [text.get_text() for text in ax.texts]
+    assert "24.0 ms" in said and "300 ms" in said and any("bound 8.00 ms" in text for text in said)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(PARTS)

@@ -21,6 +21,8 @@ from minserve.bench import (
     decode_attention,
     gemv,
     gpu_table,
+    linear,
+    memory,
     offline,
     overhead,
     paged_attention,
@@ -29,6 +31,7 @@ from minserve.bench import (
     prefill_attention,
     prefix,
     roofline,
+    step,
 )
 from minserve.bench.common import Options, add_model_arguments
 from minserve.kernels import INTERPRETED
@@ -48,6 +51,9 @@ BENCHES = {
     "chunked": chunked.run,
     "paged-attention": paged_attention.run,
     "gemv": gemv.run,
+    "step": step.run,
+    "linear": linear.run,
+    "memory": memory.run,
     "peers": peers.run,
 }
 

@@ -6,11 +6,14 @@
     continuous batching  the same room, but a seat that becomes free is taken in the next step
     paged KV             the same memory in pages: a request holds what it has filled
     prefix caching       pages that hold the same beginning are shared
+    compiled step        the same, a step being recorded calls of compiled kernels; on a GPU a CUDA graph
+    overlap              the next step is scheduled while this one computes
 
 First the rungs must say the same: equal tokens in fp32, where roundings do not change the answer. Only then
 are they timed, alternately, in the dtype this machine is good at.
 Work     32 requests behind one system prompt, answers of many lengths; the first two rungs serve one of them.
          tok/s counts output tokens over the whole time, prompts included. A slow machine makes shorter answers.
+         An engine is made before its time starts: recording its steps is part of `bench cold-start`.
 Bound    one request: prompt and every token at the roofs. Many: all prompts at the roofs, then all requests decode
          together, as if memory had no end; from prefix caching on, what is shared is computed once.
 Story    README.md, The ladder
@@ -29,7 +32,7 @@ from minserve.bench.common import Around, Options, add_model_arguments, affordab
 from minserve.bench.workload import PAGE, Work, pool_for, ragged, reserving, serve, uniform
 from minserve.config import ModelConfig
 from minserve.engine import LLM
-from minserve.kernels import INTERPRETED
+from minserve.kernels import INTERPRETED, native
 from minserve.lab.measure import clock, in_turn
 from minserve.lab.report import Report, Row
 from minserve.lab.roofline import Machine, decode_seconds, name_of, prefill_bytes, prefill_flops
@@ -45,25 +48,33 @@ REQUESTS, SYSTEM, ROOM = 32, 64, 8  # how many, how much they share, how many of
 @dataclass(frozen=True)
 class Rung:
     name: str
-    serve: Callable[[Model, Work], list[list[int]]]  # the tokens of every answer
+    serve: Callable[[Model, Work], tuple[float, list[list[int]]]]  # seconds, and the tokens of every answer
     single: bool = False  # one request at a time: measured on one of them
     shares: bool = False
 
 
 def alone(make):
     """Requests one after another, each by itself."""
-    return lambda model, work: [list(make(model, p, greedy(n))) for p, n in zip(work.prompts, work.lengths)]
+
+    def run(model: Model, work: Work) -> tuple[float, list[list[int]]]:
+        start = time.perf_counter()
+        answers = [list(make(model, p, greedy(n))) for p, n in zip(work.prompts, work.lengths)]
+        return time.perf_counter() - start, answers
+
+    return run
 
 
-def together(policy, paged: bool, prefix: bool):
+def together(policy=Scheduler, paged: bool = True, prefix: bool = True, step="plain", overlap=False):
     """All requests at once, in memory for ROOM of the longest."""
 
-    def run(model: Model, work: Work) -> list[list[int]]:
+    def run(model: Model, work: Work) -> tuple[float, list[list[int]]]:
         llm = LLM(
             model, page_size=PAGE, num_pages=pool_for(ROOM, work.longest), max_running=REQUESTS, policy=policy,
             pool=PagePool if paged else reserving(work.longest), prefix_caching=prefix,
+            step=step, overlap=overlap,
         )  # fmt: skip
-        return [output.tokens for output in serve(llm, work)[1]]
+        seconds, outputs = serve(llm, work)
+        return seconds, [output.tokens for output in outputs]
 
     return run
 
@@ -72,9 +83,11 @@ RUNGS = [
     Rung("no cache", alone(generate_without_cache), single=True),
     Rung("KV cache", alone(generate), single=True),
     Rung("static batching", together(StaticBatching, paged=False, prefix=False)),
-    Rung("continuous batching", together(Scheduler, paged=False, prefix=False)),
-    Rung("paged KV", together(Scheduler, paged=True, prefix=False)),
-    Rung("prefix caching", together(Scheduler, paged=True, prefix=True), shares=True),
+    Rung("continuous batching", together(paged=False, prefix=False)),
+    Rung("paged KV", together(prefix=False)),
+    Rung("prefix caching", together(), shares=True),
+    Rung("CUDA graph" if on_gpu() else "compiled step", together(step="graph"), shares=True),
+    Rung("overlap" if on_gpu() else "overlap (for a GPU)", together(step="graph", overlap=True), shares=True),
 ]
 
 
@@ -132,9 +145,18 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
         bound = bound_of(
             rung, model.config, around.machine, one if rung.single else work, model.dtype.itemsize
         )
-        note = around.note if rung is RUNGS[-1] else ""
+        note = options.note(remark(rung), around.note if rung is RUNGS[-1] else "")
         report.add(Row(rung.name, "tok/s", samples[rung.name], bound, note=note))
     return report
+
+
+def remark(rung: Rung) -> str:
+    """What this machine cannot show of it."""
+    if rung.name == "overlap (for a GPU)":
+        return "nothing to gain on a CPU: the cores that schedule are those that compute"
+    if rung.name == "compiled step" and (why_not := native.usable()):
+        return f"not compiled here: {why_not.splitlines()[0]}"
+    return ""
 
 
 def make_work(config: ModelConfig, longest: int) -> Work:
@@ -162,9 +184,9 @@ def greedy(new: int) -> SamplingParams:
 def compare(model: Model, work: Work) -> None:
     """Raises RuntimeError at the first token on which a rung differs from the first rung."""
     first, *others = RUNGS
-    expected = first.serve(model, work)
+    _, expected = first.serve(model, work)
     for rung in others:
-        for i, (got, should) in enumerate(zip(rung.serve(model, work), expected)):
+        for i, (got, should) in enumerate(zip(rung.serve(model, work)[1], expected)):
             pairs = zip_longest(got, should)  # a rung may also stop early
             for at, (its, right) in enumerate(pairs, 1):
                 if its != right:
@@ -187,9 +209,7 @@ def quicker(model: Model, exact: Model, prompt: list[int]) -> Model:
 
 
 def rate(rung: Rung, model: Model, work: Work) -> float:
-    start = time.perf_counter()
-    rung.serve(model, work)
-    return work.new_tokens / (time.perf_counter() - start)
+    return work.new_tokens / rung.serve(model, work)[0]
 
 
 def draw(report: Report, path: Path) -> None:
@@ -197,7 +217,11 @@ def draw(report: Report, path: Path) -> None:
 
     rungs = [(row.case, row.median, row.bound) for row in report.rows]
     ax = figures.ladder(figures.axes(6.4, 0.6 + 0.5 * len(rungs)), rungs)
-    (first, slow, _), *_, (last, fast, _) = rungs
+    (first, slow, _), *_ = rungs
+    most = max(rate for _, rate, _ in rungs)
+    last, fast, _ = next(
+        rung for rung in rungs if rung[1] > 0.97 * most
+    )  # a later one must gain more than that
     figures.save(
         ax, path, f"From {first} to {last}: {fast / slow:.1f} times the tokens per second", report.where
     )

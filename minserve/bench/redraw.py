@@ -2,11 +2,17 @@
 
 from pathlib import Path
 
-from minserve.bench import gpu_table, ladder, peers
+from minserve.bench import gpu_table, ladder, linear, peers, step
 from minserve.lab import figures, shares
 from minserve.lab.report import Report
 
 FIGURES = Path("figures")
+DRAWN = [  # recorded numbers, who draws them, where to
+    ("ladder.json", ladder.draw, "ladder.png"),
+    ("peers_cpu.json", peers.draw, "peers.png"),
+    ("step_cpu.json", step.draw, "08_step.png"),
+    ("linear_cpu.json", linear.draw, "08_linear.png"),
+]
 TITLES = {  # what a GPU figure shows
     "decode": "Decoding, one sequence: share of the bandwidth roof",
     "paged-attention": "Paged attention alone: share of the bandwidth roof",
@@ -30,11 +36,11 @@ def gpu(data: Path, into: Path) -> list[Path]:
     run, drawn = gpu_table.Run.load(data), [into / "gpu.md"]
     into.mkdir(parents=True, exist_ok=True)
     drawn[0].write_text(gpu_table.markdown(data), encoding="utf-8")
-    for step in run.steps:
-        report = step.report(data)
-        if report and step.name != "kernels" and shares.sides_of(report):
-            drawn.append(into / f"gpu_{step.name.replace('-', '_')}.png")
-            one(step.name, report, drawn[-1], dry(run))
+    for its in run.steps:
+        report = its.report(data)
+        if report and its.name != "kernels" and shares.sides_of(report):
+            drawn.append(into / f"gpu_{its.name.replace('-', '_')}.png")
+            one(its.name, report, drawn[-1], dry(run))
     if rows := gpu_table.targeted(data):
         drawn.append(into / "gpu.png")
         ax = shares.reached(figures.axes(6.4, 0.9 + 0.24 * len(rows)), rows)
@@ -66,12 +72,9 @@ def dry(run) -> str:
 
 def main() -> None:
     layout(FIGURES / "03_layout.png")
-    recorded = FIGURES / "data" / "ladder.json"
-    if recorded.is_file():
-        ladder.draw(Report.load(recorded), FIGURES / "ladder.png")
-    recorded = FIGURES / "data" / "peers_cpu.json"
-    if recorded.is_file():
-        peers.draw(Report.load(recorded), FIGURES / "peers.png")
+    for data, draw, picture in DRAWN:
+        if (recorded := FIGURES / "data" / data).is_file():
+            draw(Report.load(recorded), FIGURES / picture)
     gpu(FIGURES / "data", FIGURES)
     print("drawn:", ", ".join(sorted(path.as_posix() for path in FIGURES.glob("*.png"))))
 

@@ -7,6 +7,7 @@
     kv_bars(ax, rows)                KV bytes per token of MHA, GQA, MQA
     user_bars(ax, rows)              requests that fit on a GPU
     peers(ax, groups)                several engines at several kinds of work
+    steps(ax, groups, parts)         what one step's time is made of, in multiples of its bound
     cache_layout(ax)                 where one number of a KV cache lies
     titled(ax, title, where)         title = the finding, below it the machine
     save(ax, path, title, where)     the one place that writes
@@ -34,6 +35,7 @@ MEASURED, BOUND = "#0072B2", "#8A8A8A"
 LINES = [("#0072B2", "-", "o"), ("#D55E00", "--", "s"), ("#009E73", "-.", "^"), ("#CC79A7", ":", "D")]
 HATCHES = ["", "//", "..", "xx"]
 PEERS = [(color, hatch) for (color, *_), hatch in zip(LINES, HATCHES, strict=True)] + [("#E69F00", "\\\\")]
+STACKED = [*PEERS, ("#56B4E9", "++")]
 
 
 def axes(width: float = 6.4, height: float = 3.2):
@@ -217,6 +219,39 @@ def peers(ax, groups: list[tuple[str, list[tuple[str, float]]]]):
         f"times {engines[0]}'s rate at the same work   (behind each bar: tokens per second)", fontsize=9
     )
     ax.tick_params(axis="y", length=0)
+    return plain(ax)
+
+
+def steps(ax, groups, parts: tuple[str, ...]):
+    """One bar per way to run a step, stacked from its parts; 1 is the group's bound, the seconds are at the end.
+
+    groups: (kind of work, bound in seconds, [(way, seconds, {part: seconds}), ...]); at most six parts.
+    """
+    looks = dict(zip(parts, STACKED, strict=True))
+    longest = max(
+        max(seconds, sum(its.values())) / bound for _, bound, ways in groups for _, seconds, its in ways
+    )
+    places, row = {}, 0.0
+    for kind, bound, ways in groups:
+        text = f"{kind}   (bound {quantity(bound, 's')})"
+        ax.text(longest * 0.01, row, text, va="center", fontsize=9, fontweight="bold", color=INK)
+        for way, seconds, its in ways:
+            row, left = row + 1, 0.0
+            for part, (color, hatch) in looks.items():
+                wide = its[part] / bound
+                ax.barh(row, wide, left=left, height=0.75, facecolor=color + "88", edgecolor=color, hatch=hatch,
+                        linewidth=0.8, label=part if not places else None)  # fmt: skip
+                left += wide
+            ax.text(left + longest * 0.015, row, quantity(seconds, "s"), va="center", fontsize=8, color=INK)
+            ax.plot([1, 1], [row - 0.5, row + 0.5], color=INK, linewidth=1.4)
+            places[row] = way
+        row += 1.5
+    ax.set_yticks(list(places), list(places.values()))
+    ax.set(xlim=(0, longest * 1.14), ylim=(row - 0.7, -0.7))
+    ax.set_xlabel("times the bound, which is the line at 1   (behind each bar: the whole step)", fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    ax.legend(ncols=len(parts), loc="upper left", bbox_to_anchor=(0, -0.13), fontsize=8, frameon=False,
+              handlelength=1.4, columnspacing=1.2)  # fmt: skip
     return plain(ax)
 
 
