@@ -35,6 +35,7 @@ CPU_BENCHES = BENCHES + [
     "linear",
     "memory",
     "peers",
+    "inductor",
 ]  # what a machine without a GPU has something to say about
 
 

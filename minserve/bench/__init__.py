@@ -21,6 +21,7 @@ from minserve.bench import (
     decode_attention,
     gemv,
     gpu_table,
+    inductor,
     linear,
     memory,
     offline,
@@ -55,6 +56,7 @@ BENCHES = {
     "linear": linear.run,
     "memory": memory.run,
     "peers": peers.run,
+    "inductor": inductor.run,
 }
 
 

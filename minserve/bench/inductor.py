@@ -15,9 +15,10 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from minserve.batch import Packer
-from minserve.bench.common import Options, chosen, label, load
+from minserve.bench.common import Options, chosen, label, load, on_gpu
 from minserve.fused import FusedModel
 from minserve.graphs import Graphs
+from minserve.kernels import native
 from minserve.lab.measure import in_turn
 from minserve.lab.report import Report, Row
 from minserve.paged_attention import PagedCache
@@ -27,6 +28,9 @@ CONTEXT, PAGE = 128, 16
 
 
 def run(options: Options) -> Report:
+    """Raises SystemExit where there is no C++ compiler for either side, or a GPU."""
+    if why_not := "the model would be on the GPU" if on_gpu() else native.usable():
+        raise SystemExit(f"bench: inductor compares two compiled steps of a CPU; {why_not}")
     report, model = options.report(), load(chosen(options)[0], options.dtype)
     for rows in (1,) if options.quick else (1, 8, 32):
         case = f"{label(options.model)} {options.dtype_name}, {rows} x {CONTEXT} tokens"
