@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from minserve.__main__ import main
-from minserve.bench import BENCHES, common, ctx_slope, decode, ladder, opponent
+from minserve.bench import BENCHES, common, ctx_slope, decode, inductor, ladder, opponent
 from minserve.bench.static_step import StaticStep
 from minserve.config import SHAPES, ModelConfig, RopeConfig
 from minserve.engine import Engine
+from minserve.kernels import native
 from minserve.kv_cache import KVCache
 from minserve.lab.report import Report
 from minserve.lab.roofline import Ceilings
@@ -52,7 +53,7 @@ def run(*words) -> int:
 
 
 # ---------------------------------------------------------------- every benchmark
-REAL = ("cold-start", "memory")  # they start processes on a real folder
+REAL = ("cold-start", "memory", "inductor")  # they start processes on a real folder; it compiles for long
 TINY_WILL_DO = [name for name in BENCHES if name not in REAL]
 
 
@@ -94,6 +95,21 @@ def test_all_writes_one_file_each(tmp_path, monkeypatch):
         monkeypatch.delitem(BENCHES, name)
     assert run("all", "--json", str(tmp_path / "data")) == 0
     assert {p.stem for p in (tmp_path / "data").iterdir()} == set(BENCHES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.usable() is not None, reason=f"no C++ compiler: {native.usable()}")
+def test_inductor_compares_one_step(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    assert run("inductor", "--json", str(path)) == 0
+    report = Report.load(path)
+    sides = {row.case.split(": ")[1]: row for row in report.rows}
+    assert {"eager", "torch.compile", "graph", "torch.compile, first use", "graph, recording"} <= set(sides)
+    ratios = [a / b for a, b in zip(sides["torch.compile"].samples, sides["graph"].samples, strict=True)]
+    assert sides["torch.compile / graph"].samples == pytest.approx(ratios, rel=1e-4)
+    monkeypatch.setattr(inductor, "norm", lambda x, weight, eps: x)
+    with pytest.raises(RuntimeError, match="not the same step"):
+        run("inductor")
 
 
 @pytest.mark.slow
