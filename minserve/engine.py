@@ -209,7 +209,10 @@ class Engine:
         try:
             flight = self._launch(plan, record, marks)
         except Exception:  # whatever it is: it must not take the others along
-            news = self._land(landing, []) + self._one_by_one(plan, record)
+            heard: dict[Output, str] = {}  # who got a token of either step hears of both at once
+            for output, delta in self._land(landing, []) + self._one_by_one(plan, record):
+                heard[output] = heard.get(output, "") + delta
+            news = list(heard.items())
         else:
             if self.overlap:
                 self.flight = flight

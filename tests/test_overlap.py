@@ -404,6 +404,31 @@ def test_a_request_that_stops_while_the_next_step_fails(model):  # noqa: F811
     assert bad.finish_reason == "error" and goes_on.tokens == alone(model, PROMPTS[3])
 
 
+@pytest.mark.parametrize("new", [1, 3, 4, 5, 6])
+def test_who_ends_in_a_step_that_fails_hears_of_it_once(model, tokenizer, new):  # noqa: F811
+    """Such a turn lands two steps. A reader that ends with the second must not be told so after the first."""
+    e = engine(model, tokenizer, step="plain", overlap=True)
+    compute = e.compute
+
+    def fails(batch):
+        if (batch.ids == 77).any():
+            raise RuntimeError("injected")
+        return compute(batch)
+
+    e.compute, heard = fails, Counter()
+    outputs = [e.add(PROMPTS[0], replace(FREE, max_tokens=n))[0] for n in (new, 9)]
+    for turn in range(20):
+        if turn == 3:
+            outputs += e.add([3, 77], FREE)
+        news = e.step()
+        assert len({output for output, _ in news}) == len(news), "heard of twice in a turn"
+        for output, text in news:
+            heard[output] = (heard[output] or "") + text
+    answer = alone(model, PROMPTS[0])
+    assert [o.finish_reason for o in outputs] == ["length", "length", "error"]
+    assert [heard[o] for o in outputs] == [tokenizer.decode(answer[:new]), tokenizer.decode(answer[:9]), ""]
+
+
 def test_a_token_that_is_none_is_never_looked_up(model):  # noqa: F811
     """Where a row's logits are NaN the next step has been sent off with -1 for its token: no step may fail of that."""
     e = engine(model, step="plain", overlap=True)
