@@ -18,14 +18,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from minserve.bench.common import Options, label
 from minserve.lab.report import Report, Row
 
 LIMIT = 1.2e9  # bytes
 PAGES, PAGE = 128, 16
 PARTS = ("imports", "weights", "packed", "pages", "steps", "rest")
+
+SERVES = "import json, sys; from minserve.bench import memory; print(json.dumps(memory.serve(*sys.argv[1:])))"
 
 
 def run(options: Options) -> Report:
@@ -41,7 +41,7 @@ def run(options: Options) -> Report:
 
 def measured(options: Options) -> dict:
     """What a process of its own found. Raises RuntimeError with its message when it fails."""
-    command = [sys.executable, "-m", "minserve.bench.memory", options.dtype_name, options.model or ""]
+    command = [sys.executable, "-c", SERVES, options.dtype_name, options.model or ""]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(
@@ -103,8 +103,3 @@ def bytes_of(calls: list, model, cache) -> int:
         if x is not None
     }
     return sum(storage.nbytes() for at, storage in storages.items() if at not in owned)
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    print(json.dumps(serve(*sys.argv[1:])))
