@@ -165,7 +165,8 @@ class _Group:
         keys, values = (
             x.flatten(1).index_select(0, self.index).view(C, -1, G, D).transpose(1, 2) for x in (k, v)
         )
-        rows = q[self.place]  # [C, n, H, D]
+        whole = slice(int(self.place[0, 0]), int(self.place[0, 0]) + n) if C == 1 else None  # no copy, then
+        rows = q[None, whole] if whole else q[self.place]  # [C, n, H, D]
         if self.causal:
             keys, values = (x.repeat_interleave(R, 1) for x in (keys, values))  # a copy, but no mask
             made = scaled_dot_product_attention(rows.transpose(1, 2), keys, values, is_causal=True)
@@ -177,7 +178,9 @@ class _Group:
                 self.bias = self.bias.repeat_interleave(R, 2)  # [C, 1, n R, w]
             made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)  # [C, G, n R, D]
             made = made.view(C, G, n, R, D).transpose(1, 2).reshape(C, n, H, D)
-        if self.real is None:
+        if whole:
+            out[whole] = made[0]
+        elif self.real is None:
             out[self.place] = made
         else:
             out[self.place[self.real]] = made[self.real]
