@@ -120,6 +120,7 @@ def test_logits_are_the_plain_models(checkpoints, kernels, family, there):
 PROMPTS = [[7, 3, 250, 11, 42, 42, 9], [5], list(range(40)), [7, 3, 250, 1], [99] * 17]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_the_plain_paths(checkpoints, kernels, family, there):

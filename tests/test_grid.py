@@ -164,7 +164,11 @@ def real(smollm):
 CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [frozenset(SWITCHES)]
 
 
-@pytest.mark.parametrize("on", CASES, ids=lambda on: " + ".join(sorted(on)) or "nothing")
+QUICK = [on for on in CASES if len(on) == 1 or "fused" not in on and "overlap" not in on]
+MORE = [pytest.param(on, marks=pytest.mark.slow) for on in CASES if on not in QUICK]
+
+
+@pytest.mark.parametrize("on", QUICK + MORE, ids=lambda on: " + ".join(sorted(on)) or "nothing")
 def test_tokens_equal_the_plain_path(models, on):
     check(models["window" in on], on)
 
