@@ -14,7 +14,14 @@ FLOORS = [
     {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
     {"model", "sampler", "scheduler", "sources"},  # 3  computes | draws | decides | brings weights: strangers
-    {"output", "prefill_decode", "fused", "speculation", "weights", "fetch"},  # 4  one request, plainly; loading
+    {
+        "output",
+        "prefill_decode",
+        "fused",
+        "speculation",
+        "weights",
+        "fetch",
+    },  # 4  one request, plainly; loading
     {"graphs"},  # 5  a step, recorded
     {"engine"},  # 6  the loop
     {"async_engine", "server", "metrics", "cluster", "simulator"},  # 7  many callers; one machine to many

@@ -196,6 +196,10 @@ class Native:
         finally:
             self._calls = before
 
+    def set_threads(self) -> None:
+        """As many as torch uses now: every fresh call does this itself, a replay has to ask for it."""
+        self._threads.value = torch.get_num_threads()
+
     def _call(self, name, tensors, *numbers):
         function = self._functions.get((name, tensors[0].dtype))
         if function is None or not tensors[0].is_cpu:
@@ -203,7 +207,7 @@ class Native:
                 f"{name}: {tensors[0].dtype} on {tensors[0].device}; the CPU's kernels take float32 and bfloat16 "
                 f"on cpu; convert with .to(), or use the definition"
             )
-        self._threads.value = torch.get_num_threads()
+        self.set_threads()
         arguments = (*(None if x is None else x.data_ptr() for x in tensors), *numbers)
         function(*arguments)
         if self._calls is not None:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
+from matplotlib.transforms import ScaledTranslation
 from PIL import Image
 
 from minserve.lab.layout import INK, label_below, label_ends, log_axis, plain, tick_label
@@ -250,8 +251,11 @@ def steps(ax, groups, parts: tuple[str, ...]):
     ax.set(xlim=(0, longest * 1.14), ylim=(row - 0.7, -0.7))
     ax.set_xlabel("times the bound, which is the line at 1   (behind each bar: the whole step)", fontsize=9)
     ax.tick_params(axis="y", length=0)
-    ax.legend(ncols=len(parts), loc="upper left", bbox_to_anchor=(0, -0.13), fontsize=8, frameon=False,
-              handlelength=1.4, columnspacing=1.2)  # fmt: skip
+    below = ScaledTranslation(
+        0, -32 / 72, ax.figure.dpi_scale_trans
+    )  # points: the label has its height in any figure
+    ax.legend(ncols=len(parts), loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=ax.transAxes + below,
+              fontsize=8, frameon=False, handlelength=1.4, columnspacing=1.2)  # fmt: skip
     return plain(ax)
 
 
