@@ -26,6 +26,8 @@ from minserve.kernels.kv_write import kv_write
 from minserve.kernels.paged_attention import paged_decode
 from minserve.kernels.paged_prefill import paged_prefill
 
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # (output, log of the sum of exponentials)
+
 
 class PagedCache:
     def __init__(
@@ -152,11 +154,12 @@ class _Group:
         self.real = (
             None if (counts == counts[0]).all() else torch.from_numpy(query < counts[:, None])
         )  # [C, n]
-        self.causal = (
-            not first.any() and window is None
-        )  # whole prompts: no mask has to be made, none is read
+        split = window is None and counts.max() > 1 and (len(rows) == 1 or not first.any())
+        self.past = (
+            int(first[0]) if split else None
+        )  # what all queries see: then no mask is made, none is read
         seen[:, :, 0] |= ~seen.any(-1)  # padding queries see something, so that no softmax is 0/0
-        self.seen = None if self.causal or seen.all() else torch.from_numpy(seen)[:, None]  # [C, 1, n, w]
+        self.seen = None if split or seen.all() else torch.from_numpy(seen)[:, None]  # [C, 1, n, w]
         self.bias = None
 
     def attend(self, q, k, v, out) -> None:
@@ -167,10 +170,8 @@ class _Group:
         )
         whole = slice(int(self.place[0, 0]), int(self.place[0, 0]) + n) if C == 1 else None  # no copy, then
         rows = q[None, whole] if whole else q[self.place]  # [C, n, H, D]
-        if self.causal:
-            keys, values = (x.repeat_interleave(R, 1) for x in (keys, values))  # a copy, but no mask
-            made = scaled_dot_product_attention(rows.transpose(1, 2), keys, values, is_causal=True)
-            made = made.transpose(1, 2)
+        if self.past is not None:
+            made = behind(self.past, rows, keys, values)
         else:
             rows = rows.view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
             if self.seen is not None and self.bias is None:
@@ -184,3 +185,21 @@ class _Group:
             out[self.place] = made
         else:
             out[self.place[self.real]] = made[self.real]
+
+
+def behind(past: int, q, keys, values):
+    """Queries [C, n, H, D] that see `past` positions and then each other, causally: [C, n, H, D].
+
+    keys, values: [C, G, past + n, D]. Two calls without a mask, merged by their sums of exponentials.
+    """
+    (C, n, H, D), G = q.shape, keys.shape[1]
+    R = H // G
+    own = (x[:, :, past:].repeat_interleave(R, 1) for x in (keys, values))  # a copy, but a small one
+    made, lse = flash(q.transpose(1, 2), *own, is_causal=True)  # [C, H, n, D], [C, H, n]
+    if past:
+        rows = q.view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
+        before, its = flash(rows, keys[:, :, :past], values[:, :, :past])
+        before = before.reshape(C, G, n, R, D).transpose(2, 3).reshape(C, H, n, D)
+        share = torch.sigmoid(its.reshape(C, G, n, R).transpose(2, 3).reshape(C, H, n) - lse)
+        made = made.float().lerp(before.float(), share[..., None]).to(q.dtype)
+    return made.transpose(1, 2)

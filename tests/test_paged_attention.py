@@ -195,13 +195,17 @@ WRONG = [
     ("np.minimum(query, counts[:, None] - 1)", "query"),
     ("made.view(C, G, n, R, D).transpose(1, 2)", "made.view(C, G, R, n, D).permute(0, 3, 1, 2, 4)"),
     ("rows = rows.view(C, n, G, R, D)", "rows = rows.view(C, n, R, G, D).transpose(2, 3)"),  # heads tiled
-    # whole prompts, without a mask
-    ("not first.any() and window is None", "not first.any()"),
-    ("not first.any() and window is None", "window is None"),
-    ("None if self.causal or seen.all()", "None if True or seen.all()"),
-    ("x.repeat_interleave(R, 1)", "x.repeat(1, R, 1, 1)"),
+    # whole prompts, and one chunk behind its past, without a mask
+    ("split = window is None and", "split = window != 0 and"),
+    ("(len(rows) == 1 or not first.any())", "True"),
+    ("None if split or seen.all()", "None if True or seen.all()"),
+    ("x[:, :, past:].repeat_interleave(R, 1)", "x[:, :, past:].repeat(1, R, 1, 1)"),
     ("is_causal=True", "is_causal=False"),
-    ("            made = made.transpose(1, 2)\n", "            made = made.transpose(1, 2).flip(1)\n"),
+    ("    return made.transpose(1, 2)\n", "    return made.transpose(1, 2).flip(1)\n"),
+    ("int(first[0]) if split", "0 if split"),
+    ("    if past:\n", "    if past > 1000:\n"),
+    ("reshape(C, H, n) - lse)", "reshape(C, H, n) * 0)"),
+    ("before.reshape(C, G, n, R, D).transpose(2, 3)", "before.reshape(C, G, R, n, D)"),
     ("self.real = (\n            None if (counts == counts[0]).all()", "self.real = (\n            None if True"),
     # single tokens by a kernel of their own, chunks beside them
     ("batch.num_singles if singles else 0", "0"),
