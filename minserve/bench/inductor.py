@@ -31,6 +31,7 @@ def run(options: Options) -> Report:
     """Raises SystemExit where there is no C++ compiler for either side, or a GPU."""
     if why_not := "the model would be on the GPU" if on_gpu() else native.usable():
         raise SystemExit(f"bench: inductor compares two compiled steps of a CPU; {why_not}")
+    torch.compiler.config.force_disable_caches = True  # or an earlier run has paid for the first use
     report, model = options.report(), load(chosen(options)[0], options.dtype)
     for rows in (1,) if options.quick else (1, 8, 32):
         case = f"{label(options.model)} {options.dtype_name}, {rows} x {CONTEXT} tokens"
@@ -68,13 +69,13 @@ def sides_of(sides: dict) -> dict:
 def agree(case: str, sides: dict) -> None:
     """Raises RuntimeError where the sides' logits are not of one model: a fast wrong step is no comparison.
 
-    The middle row decides: in 16 bits a single odd token may come out differently each time.
+    In 16 bits a single odd token may come out differently each time: what counts is where most rows point.
     """
     first, *others = (side().float() for side in sides.values())
     for other in others:
-        apart = float(((other - first).abs().amax(-1) / first.abs().amax(-1)).median())
-        if not apart < 0.2:
-            raise RuntimeError(f"{case}: the logits lie {apart:.2f} of their size apart: not the same step")
+        alike = float(torch.cosine_similarity(other, first).median())
+        if not alike > 0.9:
+            raise RuntimeError(f"{case}: the logits point {alike:.2f} in one direction: not the same step")
 
 
 def some_ids(model, rows: int):
