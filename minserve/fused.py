@@ -142,17 +142,19 @@ class FusedModel:
         """The most rows for which native.linear beats oneDNN on this machine; 0 if it never does."""
         some, best = self.linears[:32], 0
         for rows in FEW:
-            inputs = {one: torch.ones(rows, one.weight.shape[1], dtype=one.weight.dtype) for one in some}
-            seconds = {kind: [] for kind in (Linear.by_native, Linear.by_onednn)}
-            for _ in range(4):
-                for kind, samples in seconds.items():
-                    start = time.perf_counter()
-                    for one, x in inputs.items():
-                        kind(one, x)
-                    samples.append(time.perf_counter() - start)
-            if min(seconds[Linear.by_native]) < min(seconds[Linear.by_onednn]):
+            inputs = [torch.ones(rows, one.weight.shape[1], dtype=one.weight.dtype) for one in some]
+            kinds = Linear.by_native, Linear.by_onednn
+            ours, theirs = (min(clock(kind, some, inputs) for _ in range(4)) for kind in kinds)
+            if ours < theirs:
                 best = rows
         return best
+
+
+def clock(kind, linears, inputs) -> float:
+    start = time.perf_counter()
+    for one, x in zip(linears, inputs):
+        kind(one, x)
+    return time.perf_counter() - start
 
 
 class Linear:

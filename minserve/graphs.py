@@ -65,9 +65,8 @@ class Graphs(Fused):
         reaches = [r for r in (2048 * 4**i for i in range(10)) if r < room] if on_gpu else []
         graph = partial(CudaGraph, torch.cuda.graph_pool_handle()) if on_gpu else CallList
         self.sampler, self.steps = sampler, {}
-        work = list(
-            product([*reaches, room], reversed(rows))
-        )  # the largest first: smaller ones reuse its memory
+        # the largest first: smaller ones reuse its memory
+        work = list(product([*reaches, room], reversed(rows)))
         for reach, n in tqdm(work, unit="graph", desc="recording steps", disable=not progress):
             self.steps[n, reach] = Step(self.model, cache, n, width, reach, graph)
         self.rows, self.reaches = rows, [*reaches, room]
@@ -82,10 +81,8 @@ class Graphs(Fused):
         logits, tokens = step.replay()
         if len(batch.sampled) < B:  # a prompt of which one token was left, and it was not the last one
             return logits[batch.last], None
-        return logits[:B], (
-            tokens[:B].clone(),
-            step.draws,
-        )  # a copy: the next replay writes into the same memory
+        # a copy of the tokens: the next replay writes into the same memory
+        return logits[:B], (tokens[:B].clone(), step.draws)
 
 
 class Step:
@@ -119,9 +116,8 @@ class Step:
         pools, sinks = (self.cache.k[layer], self.cache.v[layer]), self.cache.sinks if window else 0
         if self.model.native:
             return self.model.ops.attend(q, *pools, self.tables, self.lengths, window, sinks)
-        return paged_decode(
-            q, *pools, self.tables, self.starts, self.lengths, 1, self.reach, window, sinks
-        )  # fmt: skip
+        rows = self.tables, self.starts, self.lengths
+        return paged_decode(q, *pools, *rows, 1, self.reach, window, sinks)
 
     def fill(self, batch: Batch, B: int, sampler: Sampler) -> None:
         """A batch of B rows takes the first B; the others must not remember who was there before."""

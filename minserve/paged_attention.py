@@ -175,8 +175,8 @@ class _Group:
         else:
             rows = rows.view(C, n, G, R, D).transpose(1, 2).reshape(C, G, n * R, D)
             if self.seen is not None and self.bias is None:
-                self.bias = torch.zeros(self.seen.shape, dtype=q.dtype).masked_fill(~self.seen, -torch.inf)
-                self.bias = self.bias.repeat_interleave(R, 2)  # [C, 1, n R, w]
+                seen = self.seen.repeat_interleave(R, 2)  # [C, 1, n R, w]
+                self.bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
             made = scaled_dot_product_attention(rows, keys, values, attn_mask=self.bias)  # [C, G, n R, D]
             made = made.view(C, G, n, R, D).transpose(1, 2).reshape(C, n, H, D)
         if whole:
