@@ -256,7 +256,7 @@ WRONG_PYTHON = [
     ("tensors not kept", "(function, arguments, tensors)", "(function, arguments, ())",
      on(checks.test_recordings_keep_their_tensors_and_belong_to_their_instance)),
     ("the source does not count", "made_of = [source, ", "made_of = [", built_once),
-    ("silent", 'print("compiling', '0 and print("compiling', built_once),
+    ("silent", 'print(f"{what} ..."', '0 and print(f"{what} ..."', built_once),
     ("unfinished files stay", "Path(unfinished).unlink(missing_ok=True)", "pass",
      lambda tools, tmp_path, _: checks.test_what_the_compiler_said_is_in_the_message(tools, tmp_path)),
     ("shapes unchecked", "x.shape != shape or ", "", on(checks.test_wrong_arguments_are_named)),
