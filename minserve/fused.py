@@ -15,11 +15,11 @@
     elsewhere                  the definitions: nothing gained, nothing lost
 
 Weights  q, k, v and gate, up are laid side by side *in place*: the plain model's parameters become views of the fused
-         tensors, so both models live on one copy. In 16 bits on a CPU the layers are held a second time, in the
-         blocked layout that oneDNN's matmul wants; `packed_bytes` says how much that is.
+         tensors, so both models live on one copy. In bfloat16, on a CPU without a matrix unit, all matmuls' weights are
+         held a second time, in the blocks that oneDNN wants; `packed_bytes` says how much that is.
 Exact    In fp32 the tokens are the plain path's. In 16 bits the roundings fall differently: against the same weights
          computed in fp32, the worst logit is at most 1.5 times as far off as the plain path's, and the root mean
-         square at most 1.1 times, whichever matmul runs (tests/test_fused.py).
+         square at most 1.05 times, whichever matmul runs (tests/test_fused.py).
 Story    notebooks/08_the_engine.ipynb
 """
 
@@ -35,6 +35,7 @@ from minserve.kernels.silu_mul import silu_mul
 from minserve.model import Model
 
 FEW = (1, 2, 4, 8, 16)  # rows at which the two matmuls of a CPU are compared
+TILED = 128  # with a matrix unit: up to so many rows native.linear keeps up with F.linear (`bench linear`)
 
 
 class Kernels:
@@ -164,7 +165,7 @@ class Linear:
         self.ops, self.weight, self.bias = ops, weight, bias  # [N, K], [N]
         self.packed, self.few = None, 0
         if isinstance(ops, native.Native):
-            self.few = 128 if ops.matrix_units and weight.dtype == torch.bfloat16 else FEW[-1]
+            self.few = TILED if ops.matrix_units and weight.dtype == torch.bfloat16 else FEW[-1]
 
     def __call__(self, x):
         if len(x) <= self.few:
@@ -176,7 +177,7 @@ class Linear:
         return self.ops.linear(x, self.weight, self.bias)
 
     def by_onednn(self, x):
-        """Weights in blocks that fit the matrix units."""
+        """Weights laid in blocks beforehand: faster for many rows, and a second copy."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

@@ -26,7 +26,7 @@ from minserve.request import Request, SamplingParams
 from minserve.weights import load
 
 BF16 = torch.bfloat16
-MOST, TYPICAL = 1.5, 1.1  # one logit's error is chance; thousands of them together are not
+MOST, TYPICAL = 1.5, 1.05  # one logit's error is chance; thousands of them together are not
 FREE = SamplingParams(max_tokens=12, ignore_eos=True)
 STEPS = [
     [20, 5, 1, 12],
@@ -228,11 +228,11 @@ def test_bf16_of_the_real_model(smollm, monkeypatch, without_tiles):
 
 @needs_native
 def test_the_bound_has_teeth(checkpoints, monkeypatch, without_tiles):
-    """Activations that lose their last two bits are out of it."""
+    """Activations that are rounded once more, to one bit less, are out of it."""
     before = native.Native.silu_mul
 
     def coarse(self, x):
-        return (before(self, x).view(torch.int16) & -4).view(BF16)
+        return (before(self, x).view(torch.int16) & -2).view(BF16)
 
     monkeypatch.setattr(native.Native, "silu_mul", coarse)
     with pytest.raises(AssertionError):

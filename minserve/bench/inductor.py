@@ -10,6 +10,7 @@ Story    LOG.md; notebooks/08_the_engine.ipynb
 """
 
 import time
+from functools import partial
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
@@ -19,7 +20,7 @@ from minserve.bench.common import Options, chosen, label, load, on_gpu
 from minserve.fused import FusedModel
 from minserve.graphs import Graphs
 from minserve.kernels import native
-from minserve.lab.measure import in_turn
+from minserve.lab.measure import clock, in_turn
 from minserve.lab.report import Report, Row
 from minserve.paged_attention import PagedCache
 from minserve.sampler import Sampler
@@ -44,7 +45,8 @@ def run(options: Options) -> Report:
         first = time.perf_counter() - start
         sides = {"eager": eager, "torch.compile": compiled, "graph": mine}
         agree(case, sides)
-        samples = in_turn(sides_of(sides), warmup=3, repeats=options.repeats, at_most=10)
+        timed = {who: partial(clock, side) for who, side in sides.items()}
+        samples = in_turn(timed, warmup=3, repeats=options.repeats, at_most=10)
         for who, seconds in samples.items():
             report.add(Row(f"{case}: {who}", "ms", [1e3 * s for s in seconds]))
         report.add(Row(f"{case}: torch.compile, first use", "s", [first]))
@@ -52,18 +54,6 @@ def run(options: Options) -> Report:
         ratios = [a / b for a, b in zip(samples["torch.compile"], samples["graph"])]
         report.add(Row(f"{case}: torch.compile / graph", "x", ratios, 1.0))
     return report
-
-
-def sides_of(sides: dict) -> dict:
-    def timed(side):
-        def once():
-            start = time.perf_counter()
-            side()
-            return time.perf_counter() - start
-
-        return once
-
-    return {who: timed(side) for who, side in sides.items()}
 
 
 def agree(case: str, sides: dict) -> None:
