@@ -35,6 +35,7 @@ from tqdm import tqdm
 from minserve.batch import Batch, Packer, ToHost
 from minserve.fetch import resolve
 from minserve.graphs import Fused, Graphs
+from minserve.kv_cache import cache_bytes
 from minserve.model import Model
 from minserve.output import Output
 from minserve.paged_attention import PagedCache
@@ -414,11 +415,9 @@ class LLM(Engine):
 
 def default_pages(model: Model, page_size: int) -> int:
     """On a GPU, what 80 % of the free memory holds; elsewhere 16,384 tokens, which cost memory only once written."""
-    config = model.config
+    c = model.config
     if model.device.type != "cuda":
         return pages_for(16_384, page_size)
     free, _ = torch.cuda.mem_get_info()
-    per_page = (
-        2 * config.num_layers * config.num_kv_heads * config.head_dim * page_size * model.dtype.itemsize
-    )
+    per_page = cache_bytes(c.num_layers, c.num_kv_heads, c.head_dim, page_size, model.dtype.itemsize)
     return max(1, int(0.8 * free) // per_page)

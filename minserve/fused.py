@@ -113,10 +113,9 @@ class FusedModel:
         ops, eps, model = self.ops, self.config.norm_eps, self.model
         residual = ops.embed(model.embed_tokens.weight, ids)  # [T, E]
         x = ops.rms_norm(residual, model.layers[0].input_layernorm.weight, eps)
-        for i, (qkv, o, gate_up, down, (q_norm, k_norm)) in enumerate(self.layers):
-            q = ops.rope_and_write(
-                qkv(x), self.turns, positions, slots, *cache.slots_of(i), q_norm, k_norm, eps
-            )
+        for i, (qkv, o, gate_up, down, norms) in enumerate(self.layers):
+            caches = cache.slots_of(i)
+            q = ops.rope_and_write(qkv(x), self.turns, positions, slots, *caches, *norms, eps)
             x, last = look(i, q).view(len(q), -1), i + 1 == len(self.layers)
             if last and rows is not None:
                 x, residual = x[rows], residual[rows]  # nobody asks what the others would become

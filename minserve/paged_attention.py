@@ -8,7 +8,7 @@ Layout   one pair of tensors per layer, k[layer] and v[layer], each [P, S, G, D]
                                 fused attention runs on the padded rectangle. No loop over requests: rows of
                                 similar size form a group, and a group is one call.
 
-The pool is allocated once, as large as was asked for. It starts as zeros, so its pages cost nothing until written.
+The pool is allocated once, as large as was asked for. On a CPU its pages cost no memory until they are written.
 
 Invariants   a slot is written by the step that computes its token, before any row reads it, and then never again
              rows read only slots they own: not those past their length, not those left behind by a window
@@ -29,6 +29,13 @@ from minserve.kernels.paged_prefill import paged_prefill
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # (output, log of the sum of exponentials)
 
 
+def untouched(shape, dtype, device):
+    """Zeros. On a CPU the system hands memory out when it is first written; torch.zeros would write all of it."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)
+
+
 class PagedCache:
     def __init__(
         self,
@@ -41,8 +48,8 @@ class PagedCache:
     ):
         shape = num_pages, page_size, config.num_kv_heads, config.head_dim
         self.config, self.sinks = config, sinks
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.k = [untouched(shape, dtype, device) for _ in range(config.num_layers)]
+        self.v = [untouched(shape, dtype, device) for _ in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:

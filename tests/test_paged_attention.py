@@ -4,6 +4,10 @@ Every slot that no row may read holds NaN, every table entry that no row may fol
 """
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +184,29 @@ def test_a_seat_follows_its_request_from_step_to_step():
     other.seat, other.pages = 0, [2]
     batch = packer.pack([(other, 3)])
     assert batch.fresh == [other] and batch.ids.tolist() == [5, 6, 7] and batch.slots.tolist() == [8, 9, 10]
+
+
+def test_pages_cost_no_memory_until_they_are_written():
+    """In a process of its own: what was freed before would hide what is taken now."""
+    code = """
+import torch
+from test_paged_attention import config
+from minserve.paged_attention import PagedCache
+def resident():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) * 1024
+before = resident()
+cache = PagedCache(config((None, None)), 40_000, 16)
+taken = resident() - before
+cache.k[0].fill_(1.0)
+print(cache.nbytes, taken, resident() - before - taken, cache.k[0].nbytes)
+"""
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("what a process has resident is read from /proc")
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    run = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    nbytes, taken, written, one = map(int, run.stdout.split())
+    assert nbytes > 100e6 and taken < 0.05 * nbytes and written > 0.9 * one
 
 
 # ---------------------------------------------------------------- these checks can fail
