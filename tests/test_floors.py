@@ -13,27 +13,26 @@ FLOORS = [
     {"config", "request", "step_log"},  # 0  nouns: plain Python, no torch
     {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
-    {"model", "sampler", "scheduler", "sources"},  # 3  computes | draws | decides | brings weights: strangers
-    {
-        "output",
-        "prefill_decode",
-        "fused",
-        "speculation",
-        "weights",
-        "fetch",
-    },  # 4  one request, plainly; loading
+    {  # 3  computes | draws | decides | brings weights: strangers
+        *("model", "sampler", "scheduler", "sources"),
+        *("gptq", "awq", "smoothquant", "quantized_files", "quantized_cache", "fused_linear"),
+    },
+    {  # 4  one request, plainly; loading
+        *("output", "prefill_decode", "fused", "speculation", "weights", "fetch", "calibration"),
+    },
     {"graphs"},  # 5  a step, recorded
     {"engine"},  # 6  the loop
     {"async_engine", "server", "metrics", "cluster", "simulator"},  # 7  many callers; one machine to many
-    {"lab", "bench", "__main__", "chat", "doctor"},  # 8  measures and commands
+    {"lab", "bench", "__main__", "chat", "doctor", "quantize"},  # 8  measures and commands
 ]
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 NO_TORCH = {"config", "request", "step_log", "pages", "scheduler"}
 COMMANDS = {  # on the top floor, who may call whom
-    "__main__": {"bench", "chat", "doctor"},
+    "__main__": {"bench", "chat", "doctor", "quantize"},
     "bench": {"lab"},
     "chat": {"lab"},
     "doctor": {"lab"},
+    "quantize": {"lab"},
 }
 PACKAGE = Path(__file__).parents[1] / "minserve"
 
