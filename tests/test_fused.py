@@ -19,7 +19,7 @@ import minserve.fused
 from minserve.batch import Packer
 from minserve.engine import LLM, Engine
 from minserve.fused import FusedModel
-from minserve.kernels import native
+from minserve.kernels import native, native_build
 from minserve.paged_attention import PagedCache
 from minserve.prefill_decode import generate
 from minserve.request import Request, SamplingParams
@@ -179,8 +179,8 @@ def distance(made, exact) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def without_tiles(tmp_path_factory):
     """The native kernels as a CPU without matrix units has them."""
-    source = "#define NO_TILES\n" + native.SOURCE.read_text(encoding="utf-8")
-    return native.build(source, tmp_path_factory.mktemp("native"))
+    source = "#define NO_TILES\n" + native_build.source()
+    return native_build.build(source, tmp_path_factory.mktemp("native"))
 
 
 def roads_of(model, monkeypatch, without_tiles, module):

@@ -41,6 +41,7 @@ __all__ = [
     "INTERPRETED",
     "architecture",
     "check_alike",
+    "check_match",
     "check_packed",
     "has_matrix_units",
     "on_triton",
@@ -113,3 +114,15 @@ def check_packed(who: str, dims: int, **tensors) -> None:
                     f"pass {name}.contiguous()"
                 )
             expected *= size
+
+
+def check_match(who: str, dtype, **expected) -> None:
+    """Each (tensor, shape) has that shape and dtype, its last dimension without gaps, on the CPU; or is None."""
+    for name, (x, shape) in expected.items():
+        if x is not None and (
+            x.shape != shape or x.dtype != dtype or not x.is_cpu or (x.stride() or (1,))[-1] != 1
+        ):
+            raise ValueError(
+                f"{who}: {name} is {list(x.shape)} {x.dtype} on {x.device} with strides {list(x.stride())}; it must "
+                f"be {list(shape)} {dtype} on cpu, the last stride 1, to go with the other arguments"
+            )

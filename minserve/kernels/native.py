@@ -19,37 +19,21 @@ Each checks what can be checked without reading values: positions, slots and pag
 Recording   A call is a C function and numbers: addresses and sizes. Inside `with ops.recording() as calls` they
             are also written down, and `for f, args, _ in calls: f(*args)` does the same work on the same memory:
             what a CUDA graph is to a GPU.
-Build       ~/.cache/minserve/native/<hash of source, flags, CPU and $CXX>.so, renamed into place when it is
-            whole: processes may build at once. MINSERVE_NATIVE=0 in the environment: never.
-Threads     torch.get_num_threads(), asked at every call. OpenMP is torch's: one pool, not two that fight.
+Build       kernels/native_build.py, the first time somebody asks.
+Threads     torch.get_num_threads(), asked at every call.
 """
 
 import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-import threading
-from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from minserve.kernels import check_packed
+from minserve.kernels import check_match, check_packed, native_kv
+from minserve.kernels.native_build import Unavailable, library
 from minserve.kernels.rms_norm import _check as check_norm
 from minserve.kernels.rope_and_write import _check as check_rope_and_write
 
-SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC"]  # no -ffast-math: NaN and inf are meant
-TRIED = [  # from what is fast to what every compiler knows
-    [*arch, *openmp] for openmp in (["-fopenmp"], []) for arch in (["-march=native"], ["-mcpu=native"], [])
-]
 SIGNATURES = {  # p: pointer, i: int64, f: float
     "embed": "pppiii",
     "rms_norm": "pppiiif",
@@ -59,20 +43,12 @@ SIGNATURES = {  # p: pointer, i: int64, f: float
     "rope_and_write": "pppppppppiiiiiiif",
     "attend": "ppppppiiiiiiiiiiii",
     "best": "ppiii",
+    **native_kv.SIGNATURES,
 }
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_CHANNELS = 512  # of a head, as in native.cpp
 FOREVER = 2**62  # a window that no position falls out of
-
-
-class Unavailable(RuntimeError):
-    """No compiled kernels here; the message says why and what would help."""
-
-
-# ---------------------------------------------------------------- building
-def cache_folder() -> Path:
-    return Path.home() / ".cache" / "minserve" / "native"
 
 
 @functools.cache
@@ -85,93 +61,7 @@ def usable() -> str | None:
     return None
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    if os.environ.get("MINSERVE_NATIVE") == "0":
-        raise Unavailable("the CPU's C++ kernels are switched off: MINSERVE_NATIVE=0 is set")
-    return build(SOURCE.read_text(encoding="utf-8"), cache_folder())
-
-
-def build(source: str, folder: Path) -> ctypes.CDLL:
-    """The source as a loaded library: out of the folder, or compiled into it."""
-    path = folder / f"{_key(source)}.so"
-    with contextlib.suppress(OSError):  # not there, or made by another system that shares this home
-        return ctypes.CDLL(str(path))
-    compiler = _compiler()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
-    except OSError:  # a cache that cannot be written: for this process only
-        handle, unfinished = tempfile.mkstemp(suffix=".so")
-        path = Path(unfinished)
-    os.close(handle)
-    try:
-        _compile(compiler, source, unfinished)
-        os.replace(unfinished, path)
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise Unavailable(f"the compiled CPU kernels cannot be used: {error}") from error
-    finally:
-        if path.parent != folder or Path(unfinished) != path:
-            Path(unfinished).unlink(missing_ok=True)
-
-
-def _key(source: str) -> str:
-    cpu = platform.machine() + platform.processor()
-    with contextlib.suppress(OSError):  # Linux names what -march=native will find
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu += next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    made_of = [source, str(FLAGS), str(TRIED), cpu, os.environ.get("CXX", "")]
-    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
-
-
-def _compiler() -> list[str]:
-    names = [*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++"]
-    for command in map(shlex.split, names):
-        if shutil.which(command[0]):
-            return command
-    raise Unavailable(
-        f"no C++ compiler for the CPU's kernels: none of {', '.join(names)} is on PATH; install one (apt install "
-        f"g++, dnf install gcc-c++, xcode-select --install) or name one in CXX"
-    )
-
-
-def _compile(compiler: list[str], source: str, out: str) -> None:
-    for flags in TRIED:
-        command = [*compiler, *FLAGS, *flags, "-x", "c++", "-", "-o", out]
-        with ticking("compiling the CPU's kernels (once)"):
-            result = subprocess.run(command, input=source, capture_output=True, text=True)
-        if result.returncode == 0:
-            return
-    said = result.stderr.strip().splitlines()
-    said = [line for line in said if "error" in line] or said  # rather than the notes that follow them
-    last = "\n".join(said[-5:])
-    raise Unavailable(f"{shlex.join(compiler)} cannot compile {SOURCE.name}; its last words:\n{last}")
-
-
-@contextlib.contextmanager
-def ticking(what: str):
-    """On a terminal, seconds that go up until the work inside is done; elsewhere one line."""
-    done = threading.Event()
-    with tqdm(desc=what, bar_format="{desc}: {elapsed}", disable=not sys.stderr.isatty()) as clock:
-        if clock.disable:
-            print(f"{what} ...", file=sys.stderr, flush=True)
-
-        def tick():
-            while not done.wait(0.2):
-                clock.refresh()
-
-        thread = threading.Thread(target=tick, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-
-# ---------------------------------------------------------------- calling
-class Native:
+class Native(native_kv.KVOps):
     """The compiled kernels. One per model: what is recorded belongs to the instance."""
 
     def __init__(self, compiled: ctypes.CDLL | None = None):
@@ -215,7 +105,7 @@ class Native:
 
     def embed(self, table, ids):
         check_packed("embed", 2, table=table)
-        _match("embed", torch.int64, ids=(ids, (len(ids),)))
+        check_match("embed", torch.int64, ids=(ids, (len(ids),)))
         (V, E), T = table.shape, len(ids)
         out = torch.empty((T, E), dtype=table.dtype)
         self._call("embed", (table, ids, out), T, E, V)
@@ -237,7 +127,7 @@ class Native:
     def silu_mul(self, x):
         check_packed("silu_mul", 1, x=x)
         T, I = len(x), x.shape[-1] // 2
-        _match("silu_mul", x.dtype, x=(x, (T, 2 * I)))
+        check_match("silu_mul", x.dtype, x=(x, (T, 2 * I)))
         out = torch.empty((T, I), dtype=x.dtype)
         self._call("silu_mul", (x, out), T, I, x.stride(0))
         return out
@@ -245,7 +135,7 @@ class Native:
     def linear(self, x, weight, bias=None):
         (T, K), N = x.shape, len(weight)
         check_packed("linear", 2, x=x, weight=weight)
-        _match("linear", x.dtype, weight=(weight, (N, K)), bias=(bias, (N,)))
+        check_match("linear", x.dtype, weight=(weight, (N, K)), bias=(bias, (N,)))
         out = torch.empty((T, N), dtype=x.dtype)
         self._call("linear", (x, weight, bias, out), T, N, K)
         return out
@@ -265,8 +155,8 @@ class Native:
         (B, H, D), (P, S, G, _) = q.shape, k_cache.shape
         check_packed("attend", 3, q=q)
         check_packed("attend", 2, k_cache=k_cache, v_cache=v_cache)
-        _match("attend", q.dtype, k_cache=(k_cache, (P, S, G, D)), v_cache=(v_cache, (P, S, G, D)))
-        _match("attend", torch.int32, tables=(tables, (B, tables.shape[-1])), lengths=(lengths, (B,)))
+        check_match("attend", q.dtype, k_cache=(k_cache, (P, S, G, D)), v_cache=(v_cache, (P, S, G, D)))
+        check_match("attend", torch.int32, tables=(tables, (B, tables.shape[-1])), lengths=(lengths, (B,)))
         if H % G or D > MOST_CHANNELS or S & (S - 1) or (window is not None and window < 1) or sinks < 0:
             raise ValueError(
                 f"attend: {H} query heads over {G} key heads of {D} channels, pages of {S} slots, window {window}, "
@@ -285,15 +175,3 @@ class Native:
         out = torch.empty(T, dtype=torch.int64)
         self._call("best", (logits, out), T, V, logits.stride(0))
         return out
-
-
-def _match(who, dtype, **expected):
-    """Each (tensor, shape) has that shape and dtype, its last dimension without gaps, on the CPU; or is None."""
-    for name, (x, shape) in expected.items():
-        if x is not None and (
-            x.shape != shape or x.dtype != dtype or not x.is_cpu or (x.stride() or (1,))[-1] != 1
-        ):
-            raise ValueError(
-                f"{who}: {name} is {list(x.shape)} {x.dtype} on {x.device} with strides {list(x.stride())}; it must "
-                f"be {list(shape)} {dtype} on cpu, the last stride 1, to go with the other arguments"
-            )

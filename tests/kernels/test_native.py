@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernel_checks import moat, moat_int, wide
 
-from minserve.kernels import native
+from minserve.kernels import native, native_build
 from minserve.kernels.paged_attention import paged_attention_reference
 from minserve.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from minserve.kernels.rope_and_write import rope_and_write_reference
@@ -475,41 +475,41 @@ def tools(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("MINSERVE_NATIVE", raising=False)
-    native.usable.cache_clear(), native.library.cache_clear()
+    native.usable.cache_clear(), native_build.library.cache_clear()
     yield monkeypatch
-    native.usable.cache_clear(), native.library.cache_clear()
+    native.usable.cache_clear(), native_build.library.cache_clear()
 
 
 @needs_native
 def test_built_once_then_loaded_without_a_compiler(tools, tmp_path, capfd):
     folder = tmp_path / "a" / "b"
-    native.build(TINY, folder)
+    native_build.build(TINY, folder)
     assert "compiling" in capfd.readouterr().err
     (library,) = folder.iterdir()  # no unfinished files
     tools.setenv("PATH", "")
-    native.build(TINY, folder)
+    native_build.build(TINY, folder)
     assert not capfd.readouterr().err
-    with pytest.raises(native.Unavailable, match="no C\\+\\+ compiler"):  # another source is another library
-        native.build(TINY + "\n", folder)
+    with pytest.raises(native_build.Unavailable, match="no C\\+\\+ compiler"):  # another source is another library
+        native_build.build(TINY + "\n", folder)
     assert [*folder.iterdir()] == [library]
 
 
 @needs_native
 def test_a_library_that_cannot_be_loaded_is_made_again(tools, tmp_path):
-    (tmp_path / f"{native._key(TINY)}.so").write_bytes(b"half a library")
-    assert native.build(TINY, tmp_path).seven is not None
+    (tmp_path / f"{native_build._key(TINY)}.so").write_bytes(b"half a library")
+    assert native_build.build(TINY, tmp_path).seven is not None
 
 
 @needs_native
 def test_a_cache_that_cannot_be_written(tools, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    assert native.build(TINY, tmp_path / "file").seven is not None
+    assert native_build.build(TINY, tmp_path / "file").seven is not None
 
 
 def test_without_a_compiler_there_is_a_reason(tools):
     tools.setenv("PATH", "")
     assert "no C++ compiler" in native.usable() and "g++" in native.usable()
-    with pytest.raises(native.Unavailable, match="CXX"):
+    with pytest.raises(native_build.Unavailable, match="CXX"):
         native.Native()
 
 
@@ -520,21 +520,21 @@ def test_switched_off(tools):
 
 @needs_native
 def test_what_the_compiler_said_is_in_the_message(tools, tmp_path):
-    with pytest.raises(native.Unavailable, match="expected|unknown type"):
-        native.build("int seven = ;", tmp_path)
+    with pytest.raises(native_build.Unavailable, match="expected|unknown type"):
+        native_build.build("int seven = ;", tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 @needs_native
 def test_cxx_names_the_compiler(tools, tmp_path):
     tools.setenv("CXX", f"{tmp_path / 'absent'} -flag")
-    native.build(TINY, tmp_path)  # not there: the next one is tried
+    native_build.build(TINY, tmp_path)  # not there: the next one is tried
     fake = tmp_path / "fake"
     fake.write_text("#!/bin/sh\necho error: I am a fake >&2\nexit 1\n")
     fake.chmod(0o755)
     tools.setenv("CXX", f"{fake} -flag")
-    with pytest.raises(native.Unavailable, match="fake -flag cannot compile(.|\n)*I am a fake"):
-        native.build(TINY, tmp_path)
+    with pytest.raises(native_build.Unavailable, match="fake -flag cannot compile(.|\n)*I am a fake"):
+        native_build.build(TINY, tmp_path)
 
 
 @needs_native
@@ -543,13 +543,13 @@ def test_a_compiler_that_knows_fewer_flags(tools, tmp_path):
     poor.write_text('#!/bin/sh\ncase "$*" in *-march*|*-mcpu*|*openmp*) exit 1;; esac\nexec c++ "$@"\n')
     poor.chmod(0o755)
     tools.setenv("CXX", str(poor))
-    assert native.build(TINY, tmp_path / "cache").seven is not None
+    assert native_build.build(TINY, tmp_path / "cache").seven is not None
 
 
 BUILD = """
 import sys, pathlib
-from minserve.kernels import native
-native.build('extern "C" { int seven = 7; }', pathlib.Path(sys.argv[1]))
+from minserve.kernels import native_build
+native_build.build('extern "C" { int seven = 7; }', pathlib.Path(sys.argv[1]))
 """
 SLOW_COMPILER = """#!/bin/sh
 for last; do :; done

@@ -1,4 +1,4 @@
-"""The tests of the CPU's kernels can fail: every wrong version of native.cpp below is rejected by their checks.
+"""The tests of the CPU's kernels can fail: every wrong version of the C++ below is rejected by their checks.
 
 Wrong versions are compiled without optimising, and for a plain CPU where the compiler knows one: that is
 quick, and the right version passes in the same form. None of them leaves the memory its check has made.
@@ -16,7 +16,8 @@ import test_native as checks
 from test_native import BF16, FP32, needs_native
 from test_native import tools as without_a_cache  # noqa: F401  (a fixture, used by name below)
 
-from minserve.kernels import native
+from minserve import kernels
+from minserve.kernels import native, native_build
 
 pytestmark = [pytest.mark.slow, needs_native]
 
@@ -176,15 +177,15 @@ CASES = [(battery, *mutation) for battery, mutations in MUTATIONS.items() for mu
 
 
 def changed(right, wrong):
-    source = native.SOURCE.read_text(encoding="utf-8")
+    source = native_build.source()
     if source.count(right) != 1:  # no AssertionError: that would pass for a rejection
-        raise LookupError(f"{right!r} occurs {source.count(right)} times in native.cpp")
+        raise LookupError(f"{right!r} occurs {source.count(right)} times in the C++")
     return source.replace(right, wrong)
 
 
 def compiled(source, flags, out):
     command = [
-        *native._compiler(),
+        *native_build._compiler(),
         "-std=c++17",
         "-shared",
         "-fPIC",
@@ -218,7 +219,7 @@ def wrong_ones(tmp_path_factory):
 def test_the_right_version_passes(flags, tmp_path):
     """In the form of the wrong ones, and with vectors of every width this machine has."""
     try:
-        ops = compiled(native.SOURCE.read_text(encoding="utf-8"), flags, tmp_path / "right.so")
+        ops = compiled(native_build.source(), flags, tmp_path / "right.so")
     except native.Unavailable as error:
         pytest.skip(f"not for this machine: {error}")
     for battery in BATTERIES:
@@ -248,6 +249,7 @@ def on(check, *arguments):
     return lambda *_: check(checks.native.Native(), *arguments)
 
 
+PYTHON = native, native_build, kernels
 WRONG_PYTHON = [
     ("a recording without an end", "self._calls = before", "pass",
      on(checks.test_a_recording_does_the_same_work_on_what_its_inputs_hold_now, FP32)),
@@ -267,25 +269,29 @@ WRONG_PYTHON = [
 ]  # fmt: skip
 
 
-def python(source, monkeypatch):
-    """native.py in that version, in the place of ours in test_native.py."""
-    module = ModuleType("another_native")
-    module.__file__ = native.__file__
-    exec(compile(source, native.__file__, "exec"), module.__dict__)
+def python(module, source, monkeypatch):
+    """The module in that version, in the place of ours."""
+    another = ModuleType("another")
+    another.__file__ = module.__file__
+    exec(compile(source, module.__file__, "exec"), another.__dict__)
     monkeypatch.setenv("HOME", HOME)  # where the library is built already
     monkeypatch.setenv("PATH", PATH)
-    monkeypatch.setattr(checks, "native", module)
+    if module is kernels:
+        monkeypatch.setattr(native, "check_match", another.check_match)
+    else:
+        monkeypatch.setattr(checks, module.__name__.split(".")[-1], another)
 
 
 @pytest.mark.usefixtures("without_a_cache")
 @pytest.mark.parametrize("i", range(len(WRONG_PYTHON)), ids=[case[0] for case in WRONG_PYTHON])
 def test_wrong_python_is_rejected(i, monkeypatch, tmp_path_factory, capfd):
     _, right, wrong, check = WRONG_PYTHON[i]
-    source = Path(native.__file__).read_text(encoding="utf-8")
-    if source.count(right) != 1:
-        raise LookupError(f"{right!r} occurs {source.count(right)} times in native.py")
-    python(source, monkeypatch)
+    sources = {module: Path(module.__file__).read_text(encoding="utf-8") for module in PYTHON}
+    if (times := sum(source.count(right) for source in sources.values())) != 1:
+        raise LookupError(f"{right!r} occurs {times} times in the Python")
+    ((module, source),) = ((module, source) for module, source in sources.items() if right in source)
+    python(module, source, monkeypatch)
     check(monkeypatch, tmp_path_factory.mktemp("right"), capfd)
-    python(source.replace(right, wrong), monkeypatch)
+    python(module, source.replace(right, wrong), monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check(monkeypatch, tmp_path_factory.mktemp("wrong"), capfd)

@@ -1,0 +1,7 @@
+"""The CPU's kernels for quantized KV caches."""
+
+SIGNATURES: dict[str, str] = {}  # as in native.py
+
+
+class KVOps:
+    """What `Native` can do with quantized caches."""
