@@ -18,6 +18,9 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 // ---------------------------------------------------------------- vectors
 #if defined(__AVX512F__)
@@ -47,6 +50,21 @@ static inline vec load(const bf16* p) {
     memcpy(&x, p, sizeof x);
     return (vec)(__builtin_convertvector(x, uvec) << 16);
 }
+// Bytes, as numbers. One instruction, where there is one: compilers find it in no form of what follows.
+#if defined(__AVX512F__)
+static inline ivec widened(const int8_t* p) { return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+static inline ivec widened(const uint8_t* p) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+#elif defined(__AVX2__)
+static inline ivec widened(const int8_t* p) { return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline ivec widened(const uint8_t* p) { return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+#else
+template <class B> static inline ivec widened(const B* p) {
+    ivec x;
+    for (int i = 0; i < W; i++) x[i] = p[i];
+    return x;
+}
+#endif
+static inline vec load(const int8_t* p) { return __builtin_convertvector(widened(p), vec); }
 static inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 static inline void store(bf16* p, vec x) {
     uvec u = (uvec)x;
