@@ -392,35 +392,73 @@ static void rope_and_write(const E* qkv, const float* turns, const int64_t* posi
 // ---------------------------------------------------------------- attention of one query per row over its pages
 constexpr int TILE = 128, MOST_D = 512;  // positions whose scores are held at once; channels of a head
 
-// R heads that share a key head see `count` positions; find(i, key, value) says where the i-th of them lies.
-template <int R, class E, class Find>
-static void attend_heads(const E* query, const Find& find, int64_t count, int64_t D, E* out) {
-    alignas(64) float q[R][MOST_D], acc[R][MOST_D], scores[R][TILE];
-    float top[R], sum[R] = {};
-    const E *keys[TILE], *values[TILE];
-    std::fill(top, top + R, -INF);
-    for (int r = 0; r < R; r++)
-        for (int64_t d = 0; d < D; d += W) {
-            store(q[r] + d, load(query + r * D + d, D - d) / std::sqrt((float)D));
-            store(acc[r] + d, vec{});
-        }
-    for (int64_t begin = 0; begin < count; begin += TILE) {
-        int n = std::min<int64_t>(TILE, count - begin), padded = (n + W - 1) / W * W;
+// A head's channels in vectors: f(place in a padded array, channel, channels left). Where they lie in two halves, each
+// half is padded.
+template <int PARTS, class F> static inline __attribute__((always_inline)) void channels(int64_t D, F f) {
+    int64_t part = D / PARTS, pitch = (part + W - 1) / W * W;
+    for (int64_t p = 0; p < PARTS; p++)
+        for (int64_t d = 0; d < part; d += W) f(p * pitch + d, p * part + d, part - d);
+}
+template <class E> static inline void soon(const E* row, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(E)) __builtin_prefetch(row + i);
+}
+
+// A past, as attend_heads reads it: `look` finds the next positions of a tile, `score` multiplies their keys with R
+// queries, `weigh` adds their weighted values. This one: keys and values are rows of numbers, where find says.
+template <class K, class Find, int PARTS_ = 1> struct Rows {
+    static constexpr int PARTS = PARTS_;
+    Find find;
+    int64_t D;
+    const K *keys[TILE], *values[TILE];
+    Rows(Find find, int64_t D) : find(find), D(D) {}
+
+    int look(int64_t begin, int64_t left) {
+        int n = std::min<int64_t>(TILE, left);
         for (int j = 0; j < n; j++) {
             find(begin + j, keys[j], values[j]);
-            for (int64_t d = 0; d < D; d += 64 / (int64_t)sizeof(E)) {         // all of them are on their way now
-                __builtin_prefetch(keys[j] + d);
-                __builtin_prefetch(values[j] + d);
-            }
+            soon(keys[j], D);                                                  // all of them are on their way now
+            soon(values[j], D);
         }
-        for (int j = 0; j < n; j++) {                                          // scores
+        return n;
+    }
+    template <int R> void score(const float (&q)[R][MOST_D], int n, float (&scores)[R][TILE]) const {
+        for (int j = 0; j < n; j++) {
             vec dot[R] = {};
-            for (int64_t d = 0; d < D; d += W) {
-                vec key = load(keys[j] + d, D - d);
+            channels<PARTS>(D, [&](int64_t d, int64_t c, int64_t left) {
+                vec key = load(keys[j] + c, left);
                 for (int r = 0; r < R; r++) dot[r] += load(q[r] + d) * key;
-            }
+            });
             for (int r = 0; r < R; r++) scores[r][j] = total(dot[r]);
         }
+    }
+    template <int R> void weigh(const float (&weights)[R][TILE], int n, float (&acc)[R][MOST_D]) const {
+        channels<PARTS>(D, [&](int64_t d, int64_t c, int64_t left) {
+            vec part[R];
+            for (int r = 0; r < R; r++) part[r] = load(acc[r] + d);
+            for (int j = 0; j < n; j++) {
+                vec value = load(values[j] + c, left);
+                for (int r = 0; r < R; r++) part[r] += weights[r][j] * value;
+            }
+            for (int r = 0; r < R; r++) store(acc[r] + d, part[r]);
+        });
+    }
+};
+
+// R heads that share a key head see `count` positions.
+template <int R, class E, class Past>
+static void attend_heads(const E* query, Past& past, int64_t count, int64_t D, E* out) {
+    alignas(64) float q[R][MOST_D], acc[R][MOST_D], scores[R][TILE];
+    float top[R], sum[R] = {};
+    std::fill(top, top + R, -INF);
+    for (int r = 0; r < R; r++)
+        channels<Past::PARTS>(D, [&](int64_t d, int64_t c, int64_t left) {
+            store(q[r] + d, load(query + r * D + c, left) / std::sqrt((float)D));
+            store(acc[r] + d, vec{});
+        });
+    for (int64_t begin = 0; begin < count;) {
+        int n = past.look(begin, count - begin), padded = (n + W - 1) / W * W;
+        begin += n;
+        past.score(q, n, scores);
         for (int r = 0; r < R; r++) {                                          // the online softmax
             for (int j = n; j < padded; j++) scores[r][j] = -INF;
             vec most = vec{} + top[r], weights = {};
@@ -437,53 +475,58 @@ static void attend_heads(const E* query, const Find& find, int64_t count, int64_
             float shrink = exp(vec{top[r] - base})[0];
             sum[r] = sum[r] * shrink + total(weights);
             top[r] = high;
-            for (int64_t d = 0; d < D; d += W) store(acc[r] + d, load(acc[r] + d) * shrink);
+            channels<Past::PARTS>(D, [&](int64_t d, int64_t, int64_t) { store(acc[r] + d, load(acc[r] + d) * shrink); });
         }
-        for (int64_t d = 0; d < D; d += W) {                                   // weighted values
-            vec part[R];
-            for (int r = 0; r < R; r++) part[r] = load(acc[r] + d);
-            for (int j = 0; j < n; j++) {
-                vec value = load(values[j] + d, D - d);
-                for (int r = 0; r < R; r++) part[r] += scores[r][j] * value;
-            }
-            for (int r = 0; r < R; r++) store(acc[r] + d, part[r]);
-        }
+        past.weigh(scores, n, acc);
     }
     for (int r = 0; r < R; r++)
-        for (int64_t d = 0; d < D; d += W) store(out + r * D + d, load(acc[r] + d) / sum[r], D - d);
+        channels<Past::PARTS>(D, [&](int64_t d, int64_t c, int64_t left) {
+            store(out + r * D + c, load(acc[r] + d) / sum[r], left);
+        });
 }
 
 // A query stands at the last of its row's `lengths[b]` positions. Of those it sees the first `sinks` and the last
-// `window`, and only their pages are looked up: the rest of the table may hold anything.
-template <class E>
-static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t* tables, const int32_t* lengths, E* out,
-                   int64_t B, int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride, int64_t k_page,
-                   int64_t k_slot, int64_t v_page, int64_t v_slot, int64_t window, int64_t sinks) {
-    int64_t all = 0, group = H / G, shift = __builtin_ctzll(S);                // S is a power of two
+// `window`. past_of(b, g, at) is what key head g of row b has, where at(i) is the i-th position that is seen; `bytes`
+// what a position has there.
+template <class E, class PastOf>
+static void attend_rows(const E* q, const int32_t* lengths, E* out, int64_t B, int64_t H, int64_t G, int64_t D,
+                        int64_t window, int64_t sinks, int64_t bytes, const PastOf& past_of) {
+    int64_t all = 0, group = H / G;
     for (int64_t b = 0; b < B; b++) all += lengths[b];
     int64_t together = B < 4 * threads ? 1 : G;                                // heads of one row lie side by side
-    #pragma omp parallel for schedule(dynamic, together) num_threads(hands(2 * all * G * D * sizeof(E)))
+    #pragma omp parallel for schedule(dynamic, together) num_threads(hands(all * G * bytes))
     for (int64_t item = 0; item < B * G; item++) {
         int64_t b = item / G, g = item % G, length = lengths[b];
         int64_t oldest = std::max<int64_t>(0, length - window), kept = std::min(sinks, oldest);
-        auto find = [&](int64_t i, const E*& key, const E*& value) {
-            int64_t p = i < kept ? i : oldest + i - kept;
-            int64_t page = tables[b * table_stride + (p >> shift)], slot = p & (S - 1);
-            key = k_cache + page * k_page + slot * k_slot + g * D;
-            value = v_cache + page * v_page + slot * v_slot + g * D;
-        };
+        auto past = past_of(b, g, [=](int64_t i) { return i < kept ? i : oldest + i - kept; });
         for (int64_t h = 0; h < group;) {                                      // four heads share each read
             const E* from = q + (b * H + g * group + h) * D;
             E* to = out + (b * H + g * group + h) * D;
             int64_t count = kept + length - oldest, heads = std::min<int64_t>(4, group - h);
             if (count <= 0) memset(to, 0, heads * D * sizeof(E));
-            else if (heads == 4) attend_heads<4>(from, find, count, D, to);
-            else if (heads == 3) attend_heads<3>(from, find, count, D, to);
-            else if (heads == 2) attend_heads<2>(from, find, count, D, to);
-            else attend_heads<1>(from, find, count, D, to);
+            else if (heads == 4) attend_heads<4>(from, past, count, D, to);
+            else if (heads == 3) attend_heads<3>(from, past, count, D, to);
+            else if (heads == 2) attend_heads<2>(from, past, count, D, to);
+            else attend_heads<1>(from, past, count, D, to);
             h += heads;
         }
     }
+}
+
+// Only the pages of positions that are seen are looked up: the rest of the table may hold anything.
+template <class E>
+static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t* tables, const int32_t* lengths, E* out,
+                   int64_t B, int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride, int64_t k_page,
+                   int64_t k_slot, int64_t v_page, int64_t v_slot, int64_t window, int64_t sinks) {
+    int64_t shift = __builtin_ctzll(S);                                        // S is a power of two
+    attend_rows(q, lengths, out, B, H, G, D, window, sinks, 2 * D * sizeof(E), [=](int64_t b, int64_t g, auto at) {
+        auto find = [=](int64_t i, const E*& key, const E*& value) {
+            int64_t p = at(i), page = tables[b * table_stride + (p >> shift)], slot = p & (S - 1);
+            key = k_cache + page * k_page + slot * k_slot + g * D;
+            value = v_cache + page * v_page + slot * v_slot + g * D;
+        };
+        return Rows<E, decltype(find)>(find, D);
+    });
 }
 
 // ---------------------------------------------------------------- what Python calls
