@@ -10,14 +10,23 @@ from minserve.kernels import check_alike, check_packed
 
 
 def check_paged(who, q, k_cache, v_cache, pages, starts_q, lengths, max_queries, max_length, window, sinks):
-    (T, H, D), (P, S, G, _), B = q.shape, k_cache.shape, lengths.numel()
     check_alike(who, q=q, k_cache=k_cache, v_cache=v_cache)
     check_packed(who, 2, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_plan(
+        who, q, k_cache, v_cache, pages, starts_q, lengths, max_queries, max_length, window, sinks, q.shape[2]
+    )
+
+
+def check_plan(
+    who, q, k_cache, v_cache, pages, starts_q, lengths, max_queries, max_length, window, sinks, stored
+):  # fmt: skip
+    """All but the types, for caches that hold `stored` numbers per slot and head."""
+    (T, H, D), (P, S, G, _), B = q.shape, k_cache.shape, lengths.numel()
     if H % G:
         raise ValueError(
             f"{who}: {H} query heads cannot share {G} key/value heads evenly ({H} = {H // G} x {G} + {H % G})"
         )
-    if k_cache.shape != v_cache.shape or k_cache.shape[3] != D:
+    if k_cache.shape != v_cache.shape or k_cache.shape[3] != stored:
         raise ValueError(
             f"{who}: caches {list(k_cache.shape)} and {list(v_cache.shape)} must be equal, with the {D} "
             f"channels of q {list(q.shape)}"
