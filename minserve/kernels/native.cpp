@@ -65,6 +65,7 @@ template <class B> static inline ivec widened(const B* p) {
 }
 #endif
 static inline vec load(const int8_t* p) { return __builtin_convertvector(widened(p), vec); }
+static inline vec load(const uint8_t* p) { return __builtin_convertvector(widened(p), vec); }
 static inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 static inline void store(bf16* p, vec x) {
     uvec u = (uvec)x;

@@ -29,7 +29,7 @@ import functools
 
 import torch
 
-from minserve.kernels import check_match, check_packed, native_kv
+from minserve.kernels import check_match, check_packed, native_kv, native_quant
 from minserve.kernels.native_build import Unavailable, library
 from minserve.kernels.rms_norm import _check as check_norm
 from minserve.kernels.rope_and_write import _check as check_rope_and_write
@@ -43,6 +43,7 @@ SIGNATURES = {  # p: pointer, i: int64, f: float
     "rope_and_write": "pppppppppiiiiiiif",
     "attend": "ppppppiiiiiiiiiiii",
     "best": "ppiii",
+    **native_quant.SIGNATURES,
     **native_kv.SIGNATURES,
 }
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
@@ -61,7 +62,7 @@ def usable() -> str | None:
     return None
 
 
-class Native(native_kv.KVOps):
+class Native(native_quant.WeightOps, native_kv.KVOps):
     """The compiled kernels. One per model: what is recorded belongs to the instance."""
 
     def __init__(self, compiled: ctypes.CDLL | None = None):

@@ -1,0 +1,35 @@
+"""The CPU's linears over quantized weights: kernels/native_quant.cpp, called. A part of native.Native.
+
+    linear_int8     x [T, K], qweight [N, K] int8, scales and zeros [N, Q]               -> [T, N]
+    linear_int4     x [T, K], qweight [N, ceil(K/8)] int32, scales and zeros [N, Q]      -> [T, N]
+
+Arguments as in kernels/int8_matmul.py and int4_matmul.py, all without gaps, x float32 or bfloat16.
+Story    notebooks/09_quantization.ipynb
+"""
+
+import torch
+
+from minserve.kernels import check_packed
+from minserve.kernels.packed_matmul import check
+
+SIGNATURES = {"linear_int8": "ppppppiiiii", "linear_int4": "ppppppiiiii"}  # as in native.py
+
+
+class WeightOps:
+    """What `Native` can do with quantized weights."""
+
+    def linear_int8(self, x, qweight, scales, zeros, group: int | None, bias=None):
+        return self._quantized(8, x, qweight, scales, zeros, group, bias)
+
+    def linear_int4(self, x, qweight, scales, zeros, group: int | None, bias=None):
+        return self._quantized(4, x, qweight, scales, zeros, group, bias)
+
+    def _quantized(self, bits: int, x, qweight, scales, zeros, group, bias):
+        who = f"linear_int{bits}"
+        check(who, bits, x, qweight, scales, zeros, group, bias)
+        check_packed(who, 2, x=x, qweight=qweight)
+        (T, K), N = x.shape, len(qweight)
+        out = torch.empty((T, N), dtype=x.dtype)
+        wide = scales.dtype == torch.float32
+        self._call(who, (x, qweight, scales, zeros, bias, out), T, N, K, min(group or K, K), wide)
+        return out
