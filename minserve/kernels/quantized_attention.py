@@ -1,9 +1,9 @@
 """Paged attention over keys and values of 8 or 4 bits, which become numbers only where they are used.
 
-    scaled_decode, scaled_prefill    int8 or fp8 pages, a scale per token and head
-    int4_decode, int4_prefill        4-bit pages; the page that a query stands in is read from the fresh tokens
+    scaled_decode    int8 or fp8 pages, a scale per token and head
+    int4_decode      4-bit pages; the page that a query stands in is read from the fresh tokens
 
-What is attended to, and every argument not named here, is as in paged_attention and paged_prefill.
+What is attended to, and every argument not named here, is as in paged_attention. Chunks: quantized_prefill.
 
 Shapes
     k_cache, v_cache     [P, S, G, D] int8 or float8_e4m3fn, k_scales, v_scales [P, S, G] fp32
@@ -27,11 +27,15 @@ Story    notebooks/10_smaller_kv_cache.ipynb
 
 import torch
 
+from minserve.kernels import architecture, on_triton, processors, tl, triton
+from minserve.kernels.decode_attention import LOG2_E, MERGE_TILE, _merge_kernel, splits_for
 from minserve.kernels.kv_quantize import dequantize_rows, read_keys, read_values
 from minserve.kernels.paged_attention import MOST_QUERIES, paged_attention_reference
+from minserve.kernels.paged_attention import tiles as paged_tiles
 from minserve.kernels.paged_check import check_plan
 from minserve.kernels.prefill_attention import prefill_attention_reference
-from minserve.kernels.quantized_check import check_scaled, check_sealed
+from minserve.kernels.quantized_check import check_int4, check_scaled
+from minserve.kernels.quantized_tiles import attend_fresh_tile, attend_stored_tile, quantized_tiles
 
 
 # ---------------------------------------------------------------- the definitions
@@ -75,6 +79,86 @@ def int4_attention_reference(
     return out
 
 
+# ---------------------------------------------------------------- the kernel
+# fmt: off
+@triton.jit
+def _quantized_decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, fresh_k_ptr, fresh_v_ptr, home_ptr,  # 8 bits: no fresh, no home
+    pages_ptr, starts_q_ptr, lengths_ptr,
+    out_ptr, lse_ptr,                                  # [splits, T, H, D], [splits, T, H] or None: 1 split
+    q_stride, pages_stride, tokens, splits, scale,          # T; log2(e) / sqrt(D)
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,              # WINDOW: positions a query sees, or None for all
+    BLOCK_R: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # Who am I?  As in _paged_decode_kernel: one split of BLOCK_R rows (query x head of one group) of one row.
+    INT4: tl.constexpr = home_ptr is not None
+    R: tl.constexpr = H // G
+    b, g, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    q_start, length = tl.load(starts_q_ptr + b), tl.load(lengths_ptr + b)
+    num_queries = tl.load(starts_q_ptr + b + 1) - q_start
+    first_row = tl.program_id(2) * BLOCK_R
+    if first_row >= num_queries * R:
+        return                                              # fewer queries than the most; padding has none
+    row = first_row + tl.arange(0, BLOCK_R)                                                    # [R]
+    d = tl.arange(0, BLOCK_D)                                                                  # [D]
+    token, head = row // R, g * R + row % R                                                    # [R]
+    own = (token < num_queries)[:, None] & (d < D)[None, :]                                    # [R, D]
+    where = (q_start + token).to(tl.int64)                                                     # [R]
+    q = tl.load(q_ptr + (where * q_stride + head * D)[:, None] + d[None, :], mask=own, other=0.0)     # [R, D]
+    first = length - num_queries                            # position of the first query
+    position = first + token                                                                   # [R]
+    table_ptr = pages_ptr + b.to(tl.int64) * pages_stride
+    BYTES: tl.constexpr = D // 2 if INT4 else D             # my group's head, in every slot
+    k_ptr += g * BYTES
+    v_ptr += g * BYTES
+    k_scales_ptr += g * (D if INT4 else 1)
+    v_scales_ptr += g * (2 if INT4 else 1)
+
+    # What do I carry?  The online softmax: running maximum, running sum, unnormalised output.
+    running_max = tl.full([BLOCK_R], -float("inf"), tl.float32)                                # [R]
+    running_sum = tl.zeros([BLOCK_R], tl.float32)                                              # [R]
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)                                             # [R, D]
+
+    # What do I read?  My share of the stored tiles, sinks first; then the page of the query, if it is fresh.
+    stop, limit = length, position                          # positions below are stored; a row sees up to its limit
+    if INT4:
+        stop = tl.maximum(length - 1, 0) // S * S
+        limit = position // S * S - 1
+    begin, oldest, sink_tiles = 0, 0, 0
+    if WINDOW is not None:
+        oldest = tl.maximum(first - WINDOW + 1, 0)
+        begin = tl.minimum(oldest // STEP * STEP, stop)
+        sink_tiles = tl.cdiv(tl.minimum(SINKS, begin), STEP)
+    tiles = sink_tiles + tl.cdiv(stop - begin, STEP)
+    share = tl.cdiv(tiles, splits)
+    for i in range(split * share, tl.minimum((split + 1) * share, tiles)):
+        start = i * STEP
+        if WINDOW is not None:
+            start = tl.where(i < sink_tiles, start, begin + (i - sink_tiles) * STEP)
+        running_max, running_sum, acc = attend_stored_tile(
+            running_max, running_sum, acc, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, scale,
+            start, position, limit, oldest, stop - 1,
+            True, INT4, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D,
+        )
+    if INT4:
+        place = tl.load(home_ptr + b).to(tl.int64) - stop   # of position 0 among the fresh tokens, were it there
+        for start in range(stop, tl.where(split == splits - 1, length, stop), STEP):
+            running_max, running_sum, acc = attend_fresh_tile(
+                running_max, running_sum, acc, q, fresh_k_ptr + g * D, fresh_v_ptr + g * D, place, scale,
+                start, position, oldest, length - 1, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D,
+            )
+
+    out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]    # [R, D]; rows that saw nothing: 0 / 1
+    at = (tl.cast(split, tl.int64) * tokens + where) * H + head                                # [R]
+    tl.store(out_ptr + at[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=own)
+    if lse_ptr is not None:
+        # Base 2, like everything here. A split that saw nothing has max -inf: its weight in the merge is 0.
+        lse = running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))               # [R]
+        tl.store(lse_ptr + at, lse, mask=token < num_queries)
+# fmt: on
+
+
 # ---------------------------------------------------------------- the launchers
 def scaled_decode(
     q, k_cache, v_cache, k_scales, v_scales, pages, starts_q, lengths, max_queries: int, max_length: int,
@@ -87,23 +171,12 @@ def scaled_decode(
             f"{MOST_QUERIES}; use scaled_prefill"
         )
     cache, plan = (k_cache, v_cache, k_scales, v_scales), (pages, starts_q, lengths)
+    limits = max_queries, max_length, window, sinks
     check_scaled("scaled_decode", *cache)
-    check_plan(
-        "scaled_decode", q, k_cache, v_cache, *plan, max_queries, max_length, window, sinks, q.shape[2]
-    )
-    return scaled_attention_reference(q, *cache, *plan, window, sinks)
-
-
-def scaled_prefill(
-    q, k_cache, v_cache, k_scales, v_scales, pages, starts_q, lengths, max_queries: int,
-    window: int | None = None, sinks: int = 0,
-):  # fmt: skip
-    """Causal attention of chunks over their rows' 8-bit pages."""
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), (pages, starts_q, lengths)
-    room = pages.shape[-1] * k_cache.shape[1]
-    check_scaled("scaled_prefill", *cache)
-    check_plan("scaled_prefill", q, k_cache, v_cache, *plan, max_queries, room, window, sinks, q.shape[2])
-    return scaled_attention_reference(q, *cache, *plan, window, sinks)
+    check_plan("scaled_decode", q, k_cache, v_cache, *plan, *limits, q.shape[2])
+    if not on_triton(q):
+        return scaled_attention_reference(q, *cache, *plan, window, sinks)
+    return attend_in_splits(q, cache, (None, None, None), plan, *limits)
 
 
 def int4_decode(
@@ -115,34 +188,44 @@ def int4_decode(
         raise ValueError(
             f"int4_decode: up to {max_queries} queries per row may stand in different pages; use int4_prefill"
         )
-    cache, plan = (k4, v4, k_affine, v_affine, fresh_k, fresh_v, home), (pages, starts_q, lengths)
-    _check_int4("int4_decode", q, *cache, *plan, max_queries, max_length, window, sinks)
-    return int4_attention_reference(q, *cache, *plan, window, sinks)
+    cache, fresh = (k4, v4, k_affine, v_affine), (fresh_k, fresh_v, home)
+    plan, limits = (pages, starts_q, lengths), (max_queries, max_length, window, sinks)
+    check_int4("int4_decode", q, *cache, *fresh, *plan, *limits)
+    if not on_triton(q):
+        return int4_attention_reference(q, *cache, *fresh, *plan, window, sinks)
+    return attend_in_splits(q, cache, fresh, plan, *limits)
 
 
-def int4_prefill(
-    q, k4, v4, k_affine, v_affine, fresh_k, fresh_v, home, pages, starts_q, lengths, max_queries: int,
-    window: int | None = None, sinks: int = 0,
+def attend_in_splits(
+    q, cache, fresh, plan, max_queries: int, max_length: int, window: int | None, sinks: int, splits: int | None = None
 ):  # fmt: skip
-    """Causal attention of chunks over their rows' 4-bit pages, and the pages they stand in."""
-    cache, plan = (k4, v4, k_affine, v_affine, fresh_k, fresh_v, home), (pages, starts_q, lengths)
-    room = pages.shape[-1] * k4.shape[1]
-    _check_int4("int4_prefill", q, *cache, *plan, max_queries, room, window, sinks)
-    return int4_attention_reference(q, *cache, *plan, window, sinks)
+    """The launch itself. The number of splits changes the time, never the answer."""
+    (T, H, D), B, (_, S, G, _) = q.shape, len(plan[2]), cache[0].shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if T == 0 or B == 0 or max_queries == 0:
+        return out
+    block = tiles(
+        D, q.dtype, architecture(q.device), max_queries * (H // G), S if fresh[0] is not None else None
+    )
+    programs = B * G, triton.cdiv(max_queries * (H // G), block["BLOCK_R"])
+    if splits is None:
+        visible = max_length if window is None else min(max_length, window + max_queries - 1 + sinks)
+        stored = triton.cdiv(visible, block["STEP"])
+        splits = splits_for(programs[0] * programs[1], stored, processors(q.device))
+    partial, lse = out, None
+    if splits > 1:
+        partial = torch.empty((splits, T, H, D), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, T, H), dtype=torch.float32, device=q.device)
+    _quantized_decode_kernel[(programs[0], splits, programs[1])](
+        q, *cache, *fresh, *plan, partial, lse, q.stride(0), plan[0].stride(0),
+        T, splits, LOG2_E * D**-0.5, H=H, G=G, D=D, S=S, WINDOW=window, SINKS=sinks, **block,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(T * H,)](
+            partial, lse, out, T * H, splits, D=D, TILE=MERGE_TILE, BLOCK_D=block["BLOCK_D"]
+        )  # fmt: skip
+    return out
 
 
-def _check_int4(
-    who, q, k4, v4, k_affine, v_affine, fresh_k, fresh_v, home, pages, starts_q, lengths, *limits
-):  # fmt: skip
-    check_sealed(who, fresh_k, fresh_v, k4, v4, k_affine, v_affine)
-    if fresh_k.dtype != q.dtype or fresh_k.shape[2] != q.shape[2] or fresh_k.device != q.device:
-        raise ValueError(
-            f"{who}: fresh_k is {list(fresh_k.shape)} {fresh_k.dtype} on {fresh_k.device}, q is {list(q.shape)} "
-            f"{q.dtype} on {q.device}; they must agree on channels, type and device"
-        )
-    if home.shape != lengths.shape or home.dtype != torch.int64 or home.device != q.device:
-        raise ValueError(
-            f"{who}: home is {list(home.shape)} {home.dtype} on {home.device}; {lengths.numel()} rows need "
-            f"[{lengths.numel()}] torch.int64 on {q.device}, each where its fresh page begins"
-        )
-    check_plan(who, q, k4, v4, pages, starts_q, lengths, *limits, k4.shape[3])
+def tiles(D: int, dtype, arch: str, rows: int, page_size: int | None) -> dict:
+    return quantized_tiles(paged_tiles(D, dtype, arch, rows), page_size)

@@ -3,6 +3,7 @@
 import torch
 
 from minserve.kernels import architecture, check_alike, check_packed
+from minserve.kernels.paged_check import check_plan
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 
@@ -88,3 +89,20 @@ def check_seal(fresh_k, fresh_v, starts, pages, k4, v4, k_affine, v_affine):
                 f"seal: entry {i} puts tokens {int(starts[i])} to {int(starts[i]) + k4.shape[1] - 1} into page "
                 f"{int(pages[i])}; there are {len(fresh_k)} fresh tokens and {len(k4)} pages"
             )
+
+
+def check_int4(
+    who, q, k4, v4, k_affine, v_affine, fresh_k, fresh_v, home, pages, starts_q, lengths, *limits
+):  # fmt: skip
+    check_sealed(who, fresh_k, fresh_v, k4, v4, k_affine, v_affine)
+    if fresh_k.dtype != q.dtype or fresh_k.shape[2] != q.shape[2] or fresh_k.device != q.device:
+        raise ValueError(
+            f"{who}: fresh_k is {list(fresh_k.shape)} {fresh_k.dtype} on {fresh_k.device}, q is {list(q.shape)} "
+            f"{q.dtype} on {q.device}; they must agree on channels, type and device"
+        )
+    if home.shape != lengths.shape or home.dtype != torch.int64 or home.device != q.device:
+        raise ValueError(
+            f"{who}: home is {list(home.shape)} {home.dtype} on {home.device}; {lengths.numel()} rows need "
+            f"[{lengths.numel()}] torch.int64 on {q.device}, each where its fresh page begins"
+        )
+    check_plan(who, q, k4, v4, pages, starts_q, lengths, *limits, k4.shape[3])
