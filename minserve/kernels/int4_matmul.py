@@ -17,7 +17,7 @@ Story    notebooks/09_quantization.ipynb
 
 import torch
 
-from minserve.kernels.packed_matmul import check, grouped, multiplied
+from minserve.kernels.packed_check import check, grouped, multiplied
 
 
 # ---------------------------------------------------------------- the definition

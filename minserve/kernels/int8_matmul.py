@@ -14,7 +14,7 @@ group    1 or more columns; None, or K and more: the whole row, a scale for each
 Story    notebooks/09_quantization.ipynb
 """
 
-from minserve.kernels.packed_matmul import check, grouped, multiplied
+from minserve.kernels.packed_check import check, grouped, multiplied
 
 
 # ---------------------------------------------------------------- the definition
