@@ -10,7 +10,7 @@ Story    notebooks/09_quantization.ipynb
 import torch
 
 from minserve.kernels import check_packed
-from minserve.kernels.packed_matmul import check
+from minserve.kernels.packed_check import check
 
 SIGNATURES = {"linear_int8": "ppppppiiiii", "linear_int4": "ppppppiiiii"}  # as in native.py
 
