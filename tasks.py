@@ -24,7 +24,7 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "installed"
 OLDEST = (3, 11)
 BUDGETS = {"core": 2600, "quantization": 1000, "kernels": 2700}  # lines of code, floors 0 to 6
-QUANTIZATION = set("quantization gptq awq smoothquant calibration quantized_files quantized_cache".split())
+QUANTIZATION = set("quantization gptq awq smoothquant calibration quantized_files quantized_cache quantized_linear".split())
 NOT_CORE = set(
     "lab bench cluster __main__ chat doctor quantize server metrics simulator async_engine".split()
 )

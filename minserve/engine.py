@@ -35,12 +35,12 @@ from tqdm import tqdm
 from minserve.batch import Batch, Packer, ToHost
 from minserve.fetch import resolve
 from minserve.graphs import Fused, Graphs
-from minserve.kv_cache import cache_bytes
+from minserve.kv_cache import bytes_per_token
 from minserve.model import Model
 from minserve.output import Output
-from minserve.paged_attention import PagedCache
 from minserve.pages import PagePool, pages_for
 from minserve.prefill_decode import tokens_to_make
+from minserve.quantized_cache import cache_for
 from minserve.request import Request, SamplingParams, Status, check_vocabulary, seed_of
 from minserve.sampler import Sampler
 from minserve.scheduler import Plan, QueueFull, Scheduler
@@ -58,7 +58,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         num_pages: int | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
+        kv_cache_dtype: str | None = None,
         token_budget: int = 512,
         max_running: int = 64,
         prefix_caching: bool = True,
@@ -73,18 +74,25 @@ class Engine:
     ):
         """`limits` go to the policy: chunk, max_waiting, ageing. Without a tokenizer, prompts are token ids.
 
+        page_size      tokens of a page: 16, or 64 with "int4", where the keys of a page share their scales
+        kv_cache_dtype "int8", "fp8" or "int4" (quantized_cache.py); None: the model's own
         step       "plain" (model.py), "fused" (fused.py) or "graph" (graphs.py); None: the fastest that is possible
         overlap    schedule a step while the one before it runs; None: where something runs beside Python, on a GPU
 
         Raises ValueError for limits that exclude each other, and for a step that the model cannot take.
         """
         config, device = model.config, model.device
-        num_pages = num_pages or default_pages(model, page_size)
+        page_size = page_size or (64 if kv_cache_dtype == "int4" else 16)
+        num_pages = num_pages or default_pages(model, page_size, kv_cache_dtype)
         window = None if None in config.windows else max(config.windows)
         self.model, self.tokenizer = model, tokenizer
-        self.pages = pool(num_pages, page_size, window=window, sinks=sinks, prefix_caching=prefix_caching)
+        self.pages = pool(
+            num_pages, page_size, window=window, sinks=sinks, prefix_caching=prefix_caching,
+            whole=kv_cache_dtype == "int4",
+        )  # fmt: skip
         self.scheduler = policy(self.pages, token_budget, max_running, **limits)
-        self.cache = PagedCache(config, num_pages, page_size, model.dtype, device, sinks)
+        shape = num_pages, page_size, model.dtype, device, sinks
+        self.cache = cache_for(kv_cache_dtype, config, *shape, seats=max_running, tokens=token_budget)
         self.room = config.context if window else min(config.context, num_pages * page_size + 1)
         self.packer = Packer(max_running, self.room, page_size, device)
         self.sampler = Sampler(max_running, config.vocab_size, device)
@@ -413,11 +421,13 @@ class LLM(Engine):
                 raise
 
 
-def default_pages(model: Model, page_size: int) -> int:
+def default_pages(model: Model, page_size: int, kind: str | None = None) -> int:
     """On a GPU, what 80 % of the free memory holds; elsewhere 16,384 tokens, which cost memory only once written."""
     c = model.config
     if model.device.type != "cuda":
         return pages_for(16_384, page_size)
     free, _ = torch.cuda.mem_get_info()
-    per_page = cache_bytes(c.num_layers, c.num_kv_heads, c.head_dim, page_size, model.dtype.itemsize)
-    return max(1, int(0.8 * free) // per_page)
+    shape = c.num_layers, c.num_kv_heads, c.head_dim
+    return max(
+        1, int(0.8 * free / (page_size * bytes_per_token(*shape, model.dtype.itemsize, kind, page_size)))
+    )

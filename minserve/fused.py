@@ -33,6 +33,8 @@ from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.rope_and_write import rope_and_write
 from minserve.kernels.silu_mul import silu_mul
 from minserve.model import Model
+from minserve.quantization import QuantLinear
+from minserve.quantized_linear import QuantizedLinear, alike, joined
 
 FEW = (1, 2, 4, 8, 16)  # rows at which the two matmuls of a CPU are compared
 TILED = 128  # with a matrix unit: up to so many rows native.linear keeps up with F.linear (`bench linear`)
@@ -41,7 +43,6 @@ TILED = 128  # with a matrix unit: up to so many rows native.linear keeps up wit
 class Kernels:
     """The operations of a step, each its launcher: Triton where that runs, the definition where not."""
 
-    attend = None  # pages are read by PagedCache
     rms_norm, add_rms_norm = staticmethod(rms_norm), staticmethod(add_rms_norm)
     rope_and_write, linear = staticmethod(rope_and_write), staticmethod(linear)
 
@@ -55,17 +56,18 @@ class Kernels:
 
 
 class FusedModel:
-    """Call it with a batch's ids, positions, slots and a cache with its `look`; get logits [rows, V]."""
+    """Call it with a batch's ids, positions, and a cache's `targets` and `look`; get logits [rows, V]."""
 
     def __init__(self, model: Model, room: int):
         """`room`: positions that a request may have; their angles are tabulated."""
         self.model, self.config, self.room = model, model.config, room
         why_not = native.usable() if model.device.type == "cpu" else "the model is on a GPU"
-        self.native = not why_not and model.dtype in (torch.float32, torch.bfloat16)
-        self.ops = native.Native() if self.native else Kernels()
+        usable = not why_not and model.dtype in (torch.float32, torch.bfloat16)
+        self.native = native.Native() if usable else None
+        self.ops = self.native or Kernels()
         self.turns = self._turns(room)
         self.layers = [self._fuse(layer) for layer in model.layers]
-        self.head = Linear(self.ops, model.head)
+        self.head = Linear(self.ops, model.head) if self.config.tied else self._linear([model.lm_head])
         self.places = places(model)
         if self.native and model.dtype == torch.bfloat16 and not self.ops.matrix_units:
             self._pack()
@@ -91,11 +93,23 @@ class FusedModel:
             [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj],
             [mlp.gate_proj, mlp.up_proj], [mlp.down_proj],
         )  # fmt: skip
-        return *(Linear(self.ops, *side_by_side(parts)) for parts in linears), norms
+        return *map(self._linear, linears), norms
+
+    def _linear(self, parts):
+        quantized = [part for part in parts if isinstance(part, QuantLinear)]
+        if not quantized:
+            return Linear(self.ops, *side_by_side(parts))
+        if quantized == parts and alike(parts):
+            return QuantizedLinear(self.native, joined(parts))
+        return Apart([self._linear([part]) for part in parts])
 
     @property
-    def linears(self) -> list["Linear"]:
+    def linears(self) -> list:
         return [one for layer in self.layers for one in layer[:4]] + [self.head]
+
+    @property
+    def dense(self) -> list["Linear"]:
+        return [one for one in self.linears if isinstance(one, Linear)]
 
     @property
     def few(self) -> int:
@@ -108,14 +122,14 @@ class FusedModel:
         return sum(one.packed.nbytes for one in self.linears if one.packed is not None)
 
     @torch.inference_mode()
-    def __call__(self, ids, positions, slots, cache, look, rows=None):
+    def __call__(self, ids, positions, targets, look, rows=None):
         """rows [R]: the places that get logits, all if None. Returns [R, V]."""
+        slots, caches = targets
         ops, eps, model = self.ops, self.config.norm_eps, self.model
         residual = ops.embed(model.embed_tokens.weight, ids)  # [T, E]
         x = ops.rms_norm(residual, model.layers[0].input_layernorm.weight, eps)
         for i, (qkv, o, gate_up, down, norms) in enumerate(self.layers):
-            caches = cache.slots_of(i)
-            q = ops.rope_and_write(qkv(x), self.turns, positions, slots, *caches, *norms, eps)
+            q = ops.rope_and_write(qkv(x), self.turns, positions, slots, *caches(i), *norms, eps)
             x, last = look(i, q).view(len(q), -1), i + 1 == len(self.layers)
             if last and rows is not None:
                 x, residual = x[rows], residual[rows]  # nobody asks what the others would become
@@ -132,15 +146,15 @@ class FusedModel:
         """Give every matmul its second layout, and measure up to how many rows the first is the faster one."""
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
-        for one in self.linears:
+        for one in self.dense:
             one.packed = torch.ops.mkldnn._reorder_linear_weight(one.weight)
         few = self.crossover()
-        for one in self.linears:
+        for one in self.dense:
             one.few = few
 
     def crossover(self) -> int:
         """The most rows for which native.linear beats oneDNN on this machine; 0 if it never does."""
-        some, best = self.linears[:32], 0
+        some, best = self.dense[:32], 0
         for rows in FEW:
             inputs = [torch.ones(rows, one.weight.shape[1], dtype=one.weight.dtype) for one in some]
             kinds = Linear.by_native, Linear.by_onednn
@@ -180,9 +194,21 @@ class Linear:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+class Apart:
+    """Linears of one input that cannot become one, because they are quantized differently."""
+
+    few, packed = 0, None
+
+    def __init__(self, linears: list):
+        self.linears = linears
+
+    def __call__(self, x):
+        return torch.cat([one(x) for one in self.linears], dim=-1)
+
+
 def places(model: Model) -> list[int]:
     """Where its weights are."""
-    return [weight.data_ptr() for weight in model.parameters()]
+    return [weight.data_ptr() for weight in (*model.parameters(), *model.buffers())]
 
 
 def side_by_side(parts):

@@ -26,10 +26,9 @@ from tqdm import tqdm
 
 from minserve.batch import Batch, Packer, to_device
 from minserve.fused import FusedModel
-from minserve.kernels.paged_attention import paged_decode
 from minserve.kernels.sample import sample
 from minserve.model import Model
-from minserve.paged_attention import PagedCache
+from minserve.paged_attention import PagedCache, Rows
 from minserve.sampler import DRAWN, Sampler
 
 
@@ -47,8 +46,8 @@ class Fused:
 
     def __call__(self, batch: Batch) -> tuple:
         """The logits of batch.last, and what is drawn already (see Sampler.__call__)."""
-        look = self.cache.look_for(batch, self.model.ops.attend)
-        logits = self.model(batch.ids, batch.positions, batch.slots, self.cache, look, batch.last)
+        targets, look = self.cache.targets(batch), self.cache.look_for(batch, self.model.native)
+        logits = self.model(batch.ids, batch.positions, targets, look, batch.last)
         return logits, (self.model.ops.best(logits), 0) if self.model.native else None
 
 
@@ -61,7 +60,8 @@ class Graphs(Fused):
         super().__init__(model, cache, packer.tokens.shape[1])
         seats, width = packer.tables.shape
         room, on_gpu = width * packer.page_size, model.device.type == "cuda"
-        rows = buckets_up_to(seats if on_gpu else min(seats, self.model.few))
+        few = self.model.few if cache.on_native else 0
+        rows = buckets_up_to(seats if on_gpu else min(seats, few))
         reaches = [r for r in (2048 * 4**i for i in range(10)) if r < room] if on_gpu else []
         graph = partial(CudaGraph, torch.cuda.graph_pool_handle()) if on_gpu else CallList
         self.sampler, self.steps = sampler, {}
@@ -94,6 +94,7 @@ class Step:
         self.ids, self.positions = (zeros(rows, dtype=torch.int64) for _ in range(2))
         self.slots = zeros(rows, dtype=torch.int64) - 1
         self.lengths, self.tables = zeros(rows, dtype=torch.int32), zeros(rows, width, dtype=torch.int32)
+        self.more = {name: zeros(rows, dtype=torch.int64) + value for name, value in cache.padding.items()}
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=self.ids.device)
         self.numbers = zeros(rows, 3, dtype=torch.float64)  # temperature, top_p, min_p
         self.whole = zeros(rows, 3, dtype=torch.int64)  # top_k, seed, position
@@ -104,7 +105,7 @@ class Step:
 
     def run(self) -> tuple:
         """What is recorded. Nothing in it may depend on a value: only addresses are remembered."""
-        logits = self.model(self.ids, self.positions, self.slots, self.cache, self.look)
+        logits = self.model(self.ids, self.positions, self.cache.targets_of(self), self.look)
         if self.model.native:
             return logits, self.model.ops.best(logits)
         temperature, top_p, min_p = self.numbers.T.contiguous()
@@ -112,18 +113,16 @@ class Step:
         return logits, sample(logits, temperature.float(), top_k, top_p, min_p, seeds, positions)
 
     def look(self, layer: int, q):
-        window = self.cache.config.windows[layer]
-        pools, sinks = (self.cache.k[layer], self.cache.v[layer]), self.cache.sinks if window else 0
-        if self.model.native:
-            return self.model.ops.attend(q, *pools, self.tables, self.lengths, window, sinks)
-        rows = self.tables, self.starts, self.lengths
-        return paged_decode(q, *pools, *rows, 1, self.reach, window, sinks)
+        self.cache.store(layer, self, self.model.native)
+        rows = Rows(self.tables, self.starts, self.lengths, self.reach, self.more.get("homes"))
+        return self.cache.singles(layer, q, rows, self.model.native)
 
     def fill(self, batch: Batch, B: int, sampler: Sampler) -> None:
         """A batch of B rows takes the first B; the others must not remember who was there before."""
-        for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
-            mine = getattr(self, name)
-            mine[:B].copy_(getattr(batch, name))
+        more, padded = self.cache.more_of(batch), dict(ids=0, positions=0, slots=-1, lengths=0)
+        for name, padding in (padded | self.cache.padding).items():
+            mine = self.more[name] if name in more else getattr(self, name)
+            mine[:B].copy_(more[name] if name in more else getattr(batch, name))
             mine[B:] = padding
         self.tables[:B, : batch.tables.shape[1]].copy_(batch.tables)
         if self.draws and len(batch.sampled) == B:

@@ -34,9 +34,22 @@ from minserve.kernels.prefill_attention import prefill_attention
 
 
 # ---------------------------------------------------------------- the arithmetic
-def bytes_per_token(layers: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-    """What one token of context weighs: 2 x layers x kv_heads x head_dim x bytes. Llama-3.1-8B at 16 bits: 131,072."""
-    return 2 * layers * kv_heads * head_dim * itemsize
+def bytes_per_token(
+    layers: int, kv_heads: int, head_dim: int, itemsize: int = 2, kind: str | None = None, page_size: int = 16
+) -> float:
+    """What one token of context weighs: 2 x layers x kv_heads x head_dim x bytes. Llama-3.1-8B at 16 bits: 131,072.
+
+    `kind`: of a quantized cache, with its scales (quantized_cache.py). "int8" and "fp8" add 4 bytes per head and
+    token; "int4" adds 4 to each value, and to each channel of keys, once per page.
+    """
+    key, value = {
+        None: (head_dim * itemsize,) * 2,
+        "int8": (head_dim + 4,) * 2,
+        "fp8": (head_dim + 4,) * 2,
+        "int4": (head_dim / 2 + 4 * head_dim / page_size, head_dim / 2 + 4),
+    }[kind]
+    per_token = layers * kv_heads * (key + value)
+    return int(per_token) if per_token == int(per_token) else per_token
 
 
 def cache_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, itemsize: int = 2) -> int:

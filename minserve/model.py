@@ -183,4 +183,4 @@ class Model(nn.Module):
             x, residual = add_rms_norm(x, residual, after.weight, eps)
         if rows is not None:
             x = x[rows]  # a 49,152-row head for every prompt token would be thrown away
-        return linear(x, self.head)
+        return linear(x, self.head) if self.config.tied else self.lm_head(x)

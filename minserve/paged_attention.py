@@ -16,6 +16,10 @@ Sources      PagedAttention, Kwon et al. 2023 (arXiv:2309.06180), sec. 4
 Story        notebooks/05_paged_attention.ipynb
 """
 
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -46,28 +50,39 @@ class PagedCache:
         device="cpu",
         sinks: int = 0,
     ):
-        shape = num_pages, page_size, config.num_kv_heads, config.head_dim
-        self.config, self.sinks = config, sinks
-        self.k = [untouched(shape, dtype, device) for _ in range(config.num_layers)]
-        self.v = [untouched(shape, dtype, device) for _ in range(config.num_layers)]
+        self.config, self.num_pages, self.page_size, self.sinks = config, num_pages, page_size, sinks
+        self.example = torch.empty(
+            0, dtype=dtype, device=device
+        )  # like all that is read and written around it
+        self.k, self.v = self.pools = [self.pool(config.head_dim, dtype=dtype) for _ in "kv"]
+
+    def pool(self, *shape, dtype, every=None):
+        """One tensor per layer: [P, S, G, *shape], or [P, *every, *shape]."""
+        every = (self.page_size, self.config.num_kv_heads) if every is None else every
+        whole = self.num_pages, *every, *shape
+        return [untouched(whole, dtype, self.example.device) for _ in range(self.config.num_layers)]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.k, *self.v))
+        return sum(x.nbytes for pool in self.pools for x in pool)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Carry out copies (from, to) of whole pages: all are read before any is written, so order does not matter."""
         if pairs:
             source, target = torch.tensor(pairs, device=self.k[0].device).T
-            for pool in (*self.k, *self.v):
-                pool[target] = pool[source]
+            for x in chain(*self.pools):
+                x[target] = x[source]
+
+    def targets(self, batch):
+        """Where a step's keys and values are put: slots [T], and a layer's two tensors to which they belong."""
+        return batch.slots, self.slots_of
 
     def attend_for(self, batch):
         """The `attend` of one step (a batch.Batch): stores keys and values, then lets every row look at its past."""
-        look = self.look_for(batch)
+        (slots, caches), look = self.targets(batch), self.look_for(batch)
 
         def attend(layer: int, q, k, v):
-            kv_write(k, v, *self.slots_of(layer), batch.slots)
+            kv_write(k, v, *caches(layer), slots)
             return look(layer, q)
 
         return attend
@@ -76,44 +91,90 @@ class PagedCache:
         """A layer's keys and values without their pages: two views [P * S, G, D]."""
         return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
 
-    def look_for(self, batch, singles=None):
-        """look(layer, q [T, H, D]) -> [T, H, D] of one step whose keys and values are stored already.
+    on_native = True  # can the CPU's C++ kernels read it?
 
-        `singles`: a kernel for the rows of one token, with the signature of `kernels.native.Native.attend`.
+    def look_for(self, batch, native=None):
+        """look(layer, q [T, H, D]) -> [T, H, D] of one step whose keys and values are where `targets` said.
+
+        `native`: a kernels.native.Native, whose kernels then see to the rows of one token.
         """
-        if on_triton(self.k[0]):
-            return lambda layer, q: self._in_place(batch, q, layer)
-        n, S = batch.num_singles if singles else 0, self.k[0].shape[1]
-        chunks = {}
-        if n < len(batch.plan):
-            chunks = {w: Gathered(batch, S, w, self.sinks, n) for w in set(self.config.windows)}
+        B, starts, tables, lengths = len(batch.plan), batch.starts, batch.tables, batch.lengths
+        on_kernels, native = on_triton(self.example), native if self.on_native else None
+        n = batch.num_singles if on_kernels or native else 0
+        single = Rows(tables[:n], starts[: n + 1], lengths[:n], max(batch.host_lengths))
+        chunks = Rows(tables[n:], starts[n:] - n, lengths[n:], max(batch.counts[n:], default=0))
+        gathered = {}
+        if n < B and not on_kernels:
+            windows = set(self.config.windows)
+            gathered = {w: Gathered(batch, self.page_size, w, self.sinks, n) for w in windows}
 
         def look(layer: int, q):
-            window, out = self.config.windows[layer], None
+            self.store(layer, batch, native)
+            if n == B:
+                return self.singles(layer, q, single, native)
+            out = torch.empty_like(q)
             if n:
-                pools, sinks = (self.k[layer], self.v[layer]), self.sinks if window else 0
-                out = singles(q[:n], *pools, batch.tables[:n], batch.lengths[:n], window, sinks)
-            if not chunks:
+                out[:n] = self.singles(layer, q[:n], single, native)
+            if on_kernels:
+                out[n:] = self.chunks(layer, q[n:], chunks)
                 return out
-            made = torch.empty_like(q)
-            if n:
-                made[:n] = out
-            return chunks[window].attend(q, *self.slots_of(layer), made)
+            return gathered[self.config.windows[layer]].attend(q, *self.readers(layer, q.dtype), out)
 
         return look
 
-    def _in_place(self, batch, q, layer: int):
-        """Two kernels on two slices: single tokens, then chunks."""
-        pools, window = (self.k[layer], self.v[layer]), self.config.windows[layer]
-        n, out, sinks = batch.num_singles, torch.empty_like(q), self.sinks if window else 0
-        tables, lengths, longest = batch.tables, batch.lengths, max(batch.host_lengths)
-        if n:
-            rows = tables[:n], batch.starts[: n + 1], lengths[:n]
-            out[:n] = paged_decode(q[:n], *pools, *rows, 1, longest, window, sinks)
-        if n < len(batch.plan):
-            rows, most = (tables[n:], batch.starts[n:] - n, lengths[n:]), max(batch.counts[n:])
-            out[n:] = paged_prefill(q[n:], *pools, *rows, most, window, sinks)
-        return out
+    def seen(self, layer: int) -> tuple[int | None, int]:
+        """The layer's window and sinks."""
+        window = self.config.windows[layer]
+        return window, self.sinks if window else 0
+
+    # ---------------------------------------------------------------- what a cache of another kind does differently
+    padding: dict[
+        str, int
+    ] = {}  # what a recorded step (graphs.Step) has to know of each row besides, and its padding
+
+    def more_of(self, batch) -> dict[str, torch.Tensor]:
+        """Those things, for single tokens: [B] int64 each."""
+        return {}
+
+    def targets_of(self, step):
+        """`targets` of a recorded step."""
+        return self.targets(step)
+
+    def store(self, layer: int, step, native) -> None:
+        """What is left to do before the step's keys and values can be read: here they lie in their pages already."""
+
+    def singles(self, layer: int, q, rows: "Rows", native=None):
+        pools = self.k[layer], self.v[layer]
+        if native:
+            return native.attend(q, *pools, rows.tables, rows.lengths, *self.seen(layer))
+        return paged_decode(
+            q, *pools, rows.tables, rows.starts, rows.lengths, 1, rows.most, *self.seen(layer)
+        )
+
+    def chunks(self, layer: int, q, rows: "Rows"):
+        pools = self.k[layer], self.v[layer]
+        return paged_prefill(q, *pools, rows.tables, rows.starts, rows.lengths, rows.most, *self.seen(layer))
+
+    def readers(self, layer: int, dtype):
+        """Two functions from slots [n] to keys and values [n, G * D]."""
+        return map(reader, self.slots_of(layer))
+
+
+def reader(slots):
+    """From the numbers of some of these slots [S, G, D] to what they hold, [n, G * D]."""
+    return partial(torch.index_select, slots.flatten(1), 0)
+
+
+class Rows(NamedTuple):
+    """Some rows of a step, as the kernels want them."""
+
+    tables: torch.Tensor  # [B, M] int32
+    starts: torch.Tensor  # [B + 1] int32, of their queries
+    lengths: torch.Tensor  # [B] int32
+    most: int  # single tokens: the longest length. Chunks: the most queries of a row
+    homes: torch.Tensor | None = (
+        None  # [B] int64, where what has no page yet begins (quantized_cache.Int4Cache)
+    )
 
 
 class Gathered:
@@ -130,11 +191,10 @@ class Gathered:
             self.groups.append(_Group(batch, rows[alike], counts, lengths, page_size, window, sinks))
             rows = rows[~alike]
 
-    def attend(self, q, k, v, out=None):
-        """q and out [T, H, D]; k and v [slots, G, D]."""
-        out = torch.empty_like(q) if out is None else out
+    def attend(self, q, keys, values, out):
+        """q and out [T, H, D]; keys, values: from slots [n] to [n, G * D]."""
         for group in self.groups:
-            group.attend(q, k, v, out)
+            group.attend(q, keys, values, out)
         return out
 
 
@@ -169,12 +229,14 @@ class _Group:
         self.seen = None if split or seen.all() else torch.from_numpy(seen)[:, None]  # [C, 1, n, w]
         self.bias = None
 
-    def attend(self, q, k, v, out) -> None:
-        (C, n), (_, H, D), G = self.place.shape, q.shape, k.shape[1]
-        R = H // G
+    def attend(self, q, keys, values, out) -> None:
+        (C, n), (_, H, D) = self.place.shape, q.shape
         keys, values = (
-            x.flatten(1).index_select(0, self.index).view(C, -1, G, D).transpose(1, 2) for x in (k, v)
+            read(self.index).view(C, self.index.numel() // C, -1, D).transpose(1, 2)
+            for read in (keys, values)
         )
+        G = keys.shape[1]
+        R = H // G
         whole = slice(int(self.place[0, 0]), int(self.place[0, 0]) + n) if C == 1 else None  # no copy, then
         rows = q[None, whole] if whole else q[self.place]  # [C, n, H, D]
         if self.past is not None:

@@ -69,8 +69,10 @@ class PagePool:
         sinks: int = 0,
         prefix_caching: bool = True,
         salt: bytes = b"",
+        whole: bool = False,
     ):
-        """`window`: the widest of the model's sliding windows, None if any layer sees everything.
+        """`window`: the widest of the model's sliding windows, None if any layer sees everything. `whole`: a page that
+        is not full yet is never shared, not even with a fork: what is in it lies elsewhere (quantized_cache.py).
 
         Raises ValueError for a pool without pages or a page size that is not a power of two.
         """
@@ -80,6 +82,7 @@ class PagePool:
             )
         self.num_pages, self.page_size, self.prefix_caching = num_pages, page_size, prefix_caching
         self.window, self.sink_pages, self.salt = window, pages_for(sinks, page_size), salt
+        self.shared = page_size if whole else 1  # forks share a multiple of so many tokens
         self.free = list(reversed(range(num_pages)))  # a stack: the page freed last is taken first
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.references = [0] * num_pages
@@ -140,7 +143,8 @@ class PagePool:
 
         False, and nothing changed, if the leader no longer holds what the child would need.
         """
-        computed, S = len(child.tokens) - 1, self.page_size
+        S = self.page_size
+        computed = (len(child.tokens) - 1) // self.shared * self.shared
         first = self._first_seen(computed)
         if leader.computed < computed or leader.returned > max(first, self.sink_pages):
             return False

@@ -15,7 +15,7 @@ FLOORS = [
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
     {  # 3  computes | draws | decides | brings weights: strangers
         *("model", "sampler", "scheduler", "sources"),
-        *("gptq", "awq", "smoothquant", "quantized_files", "quantized_cache", "fused_linear"),
+        *("gptq", "awq", "smoothquant", "quantized_files", "quantized_cache", "quantized_linear"),
     },
     {  # 4  one request, plainly; loading
         *("output", "prefill_decode", "fused", "speculation", "weights", "fetch", "calibration"),

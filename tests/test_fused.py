@@ -47,8 +47,8 @@ def plain_road(model):
 
 def fused_road(fused):
     def compute(batch, cache, rows):
-        look = cache.look_for(batch, fused.ops.attend)
-        return fused(batch.ids, batch.positions, batch.slots, cache, look, rows)
+        look = cache.look_for(batch, fused.native)
+        return fused(batch.ids, batch.positions, cache.targets(batch), look, rows)
 
     return compute
 
@@ -114,7 +114,7 @@ def _last_places():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_plain_models(checkpoints, kernels, family, there):
     kernels(there)
-    assert check_logits(load(checkpoints(family))).native == there
+    assert bool(check_logits(load(checkpoints(family))).native) == there
 
 
 PROMPTS = [[7, 3, 250, 11, 42, 42, 9], [5], list(range(40)), [7, 3, 250, 1], [99] * 17]
@@ -128,7 +128,7 @@ def test_greedy_tokens_are_the_plain_paths(checkpoints, kernels, family, there):
     model = load(checkpoints(family))
     for step in ("fused", "graph"):
         llm = LLM(model, num_pages=60, page_size=8, token_budget=32, max_running=8, step=step)
-        assert llm.compute.model.native == there
+        assert bool(llm.compute.model.native) == there
         for prompt, (output,) in zip(PROMPTS, llm.generate(PROMPTS, FREE)):
             assert output.tokens == list(generate(model, prompt, FREE))
 

@@ -17,6 +17,7 @@ from test_engine import MIXED, PROMPTS, alone, engine
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import minserve.graphs
+import minserve.paged_attention
 from minserve.batch import Packer
 from minserve.fused import FusedModel
 from minserve.graphs import buckets_up_to
@@ -399,7 +400,8 @@ LONG, BIG = 2300, 16  # positions and page size: beyond the first reach
 def check_gpu(get, monkeypatch, module=minserve.graphs, family="llama-3"):
     """Greedy and sampled rows, short ones and long ones, replayed from recordings of padding."""
     monkeypatch.setattr(native, "usable", lambda: "as on a GPU")
-    monkeypatch.setattr(module, "paged_decode", Recorded.whole(module.paged_decode))
+    paged = minserve.paged_attention
+    monkeypatch.setattr(paged, "paged_decode", Recorded.whole(paged.paged_decode))
     monkeypatch.setattr(module, "sample", Recorded.whole(module.sample))
     monkeypatch.setattr(module, "CudaGraph", Recorded)
     monkeypatch.setattr(module, "to_device", lambda host, device: torch.as_tensor(host))
@@ -507,10 +509,9 @@ def gpu(get, module, monkeypatch):
 
 
 WRONG = [  # what is wrong, the right text, the wrong one, who notices
-    ("padding writes into slot 0", '("slots", -1)', '("slots", 0)', sizes),
-    ("padding writes where it wrote last", '("slots", -1), ("lengths", 0)', '("lengths", 0)', sizes),
-    ("padding reads what it read last", ', ("lengths", 0)):', "):", sizes),
-    ("padding keeps its tokens", '(("ids", 0), ', "(", sizes),
+    ("padding writes into slot 0", "slots=-1", "slots=0", sizes),
+    ("padding reads what it read last", ", lengths=0)", ")", sizes),
+    ("padding keeps its tokens", "dict(ids=0, ", "dict(", sizes),
     ("padding is not reset", "            mine[B:] = padding\n", "            pass\n", sizes),
     ("all rows are padding", "mine[B:] = padding", "mine[B - 1 :] = padding", sizes),
     ("tables are forgotten", "self.tables[:B, : batch.tables.shape[1]].copy_(batch.tables)", "pass", sizes),
@@ -530,9 +531,9 @@ WRONG = [  # what is wrong, the right text, the wrong one, who notices
      "self.lengths, self.tables = zeros(rows, dtype=torch.int32) + 1,", recording),
     ("recorded where slot 0 is written", "zeros(rows, dtype=torch.int64) - 1", "zeros(rows, dtype=torch.int64)",
      recording),
-    ("the window is forgotten", "self.tables, self.lengths, window, sinks)", "self.tables, self.lengths)", sizes),
-    ("sinks are forgotten", "self.tables, self.lengths, window, sinks)", "self.tables, self.lengths, window)", sizes),
-    ("always the first layer", "self.cache.k[layer], self.cache.v[layer]", "self.cache.k[0], self.cache.v[0]", sizes),
+    ("the lengths of the tables", "Rows(self.tables, self.starts, self.lengths,",
+     "Rows(self.tables, self.starts, self.lengths * 0 + self.tables.shape[1],", sizes),
+    ("always the first layer", "self.cache.singles(layer, q", "self.cache.singles(0, q", sizes),
     ("the first call is left out", "for function, arguments, _ in self.calls:",
      "for function, arguments, _ in self.calls[1:]:", sizes),
     ("nothing is replayed", "            function(*arguments)\n", "            pass\n", sizes),

@@ -100,13 +100,15 @@ def check_step(rows, page_size, window, sinks, module):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     called = []
 
-    def singles(q, k_cache, v_cache, tables, lengths, window, sinks):
-        """Native.attend's signature, the definition's arithmetic."""
-        called.append(len(q))
-        starts = torch.arange(len(q) + 1, dtype=torch.int32)
-        return paged_attention_reference(q, k_cache, v_cache, tables, starts, lengths, window, sinks)
+    class Native:
+        @staticmethod
+        def attend(q, k_cache, v_cache, tables, lengths, window, sinks):
+            """Native.attend's signature, the definition's arithmetic."""
+            called.append(len(q))
+            starts = torch.arange(len(q) + 1, dtype=torch.int32)
+            return paged_attention_reference(q, k_cache, v_cache, tables, starts, lengths, window, sinks)
 
-    got = cache.look_for(batch, singles)(0, q)
+    got = cache.look_for(batch, Native)(0, q)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert called == [batch.num_singles] * (batch.num_singles > 0)
     flat = cache.k[0].flatten(0, 1)
@@ -235,15 +237,16 @@ WRONG = [
     ("before.reshape(C, G, n, R, D).transpose(2, 3)", "before.reshape(C, G, R, n, D)"),
     ("self.real = (\n            None if (counts == counts[0]).all()", "self.real = (\n            None if True"),
     # single tokens by a kernel of their own, chunks beside them
-    ("batch.num_singles if singles else 0", "0"),
-    ("batch.tables[:n], batch.lengths[:n], window", "batch.tables[-n:], batch.lengths[-n:], window"),
-    ("                made[:n] = out\n            return", "                pass\n            return"),
-    ("        chunks = {}\n        if n < len(batch.plan):",
-     "        chunks = {}\n        if n < len(batch.plan) - 1:"),
+    ("batch.num_singles if on_kernels or native else 0", "0"),
+    ("Rows(tables[:n], starts[: n + 1], lengths[:n]", "Rows(tables[-n:], starts[: n + 1], lengths[-n:]"),
+    ("out[:n] = self.singles(", "self.singles("),
+    ("if n < B and not on_kernels:", "if n < B - 1 and not on_kernels:"),
     ("rows = rows[rows >= first]", "rows = rows[rows > first]"),
-    ("return chunks[window].attend(", "return chunks[self.config.windows[-1 - layer]].attend("),
+    ("gathered[self.config.windows[layer]]", "gathered[self.config.windows[-1 - layer]]"),
     ("source, target = torch.tensor(pairs", "target, source = torch.tensor(pairs"),
-    ("batch.slots)", "batch.slots + 1)"),
+    ("*caches(layer), slots)", "*caches(layer), slots + 1)"),
+    ("return window, self.sinks if window else 0", "return window, 0"),
+    ("window = self.config.windows[layer]\n        return", "window = None\n        return"),
 ]  # fmt: skip
 
 
@@ -272,7 +275,7 @@ def test_a_wrong_cache_is_noticed(right, wrong):
     assert source.count(right) == 1, f"{source.count(right)} places hold {right}"
     module = type(minserve)("wrong")
     exec(compile(source.replace(right, wrong), "wrong.py", "exec"), module.__dict__)
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+    with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
         check(module=module)
         check_layers(module)
         cache = module.PagedCache(config((None,)), 4, 2)

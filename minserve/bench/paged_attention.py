@@ -23,7 +23,7 @@ from minserve.kernels.paged_attention import paged_decode
 from minserve.kernels.paged_prefill import paged_prefill
 from minserve.lab.report import Report, Row, quantity
 from minserve.lab.roofline import name_of
-from minserve.paged_attention import Gathered
+from minserve.paged_attention import Gathered, reader
 from minserve.request import Request, SamplingParams
 
 RAGGED = [random.Random(0).randint(256, 16384) for _ in range(64)]
@@ -142,7 +142,7 @@ def decode_samples(options: Options, lengths: list[int], heads: int, kv_heads: i
 
     def paged(q, k, v, *_):
         if gathered:
-            return gathered.attend(q, k.flatten(0, 1), v.flatten(0, 1))
+            return gathered.attend(q, reader(k.flatten(0, 1)), reader(v.flatten(0, 1)), torch.empty_like(q))
         return paged_decode(q, k, v, batch.tables, batch.starts, batch.lengths, 1, longest)
 
     def contiguous(q, _, __, k, v):
@@ -169,7 +169,7 @@ def chunk_samples(options: Options, new: int, past: int, heads: int, kv_heads: i
 
     def paged(q, k, v):
         if gathered:
-            return gathered.attend(q, k.flatten(0, 1), v.flatten(0, 1))
+            return gathered.attend(q, reader(k.flatten(0, 1)), reader(v.flatten(0, 1)), torch.empty_like(q))
         return paged_prefill(q, k, v, batch.tables, batch.starts, batch.lengths, new)
 
     nbytes = 2 * (past + new) * kv_heads * head_dim * options.dtype.itemsize
