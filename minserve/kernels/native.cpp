@@ -235,7 +235,7 @@ static void multiply(const float* x, int64_t pitch, const E* weight, const E* bi
 //     out^T [N, T] = weight [N, K] x^T [K, T]
 // A tile of the weight is 16 of its rows as they lie in memory, so nothing is stored twice. x is laid out anew: pairs
 // of channels, as the unit wants its second operand. 32 rows of the weight meet 32 tokens at once: 4 tiles of sums.
-#if defined(__AMX_BF16__) && defined(__linux__) && !defined(NO_TILES)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__) && !defined(NO_TILES)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -269,18 +269,26 @@ static void turn_over(vec (&m)[16]) {
     }
 }
 
+// 32 rows of a weight: row r, column k (k in 32s) lies at at[r * row + k * column]. Each sum is to be scaled, or none.
+struct Panel {
+    const bf16* at;
+    int64_t row, column;
+    const float* scales;
+    bool followed;                                                             // the next 32 rows lie right behind
+};
+
 // Rows n .. n + 31 of the weight, for tokens b * 16 .. b * 16 + 15 and, if `two`, for the 16 after them.
 template <bool two>
-static void tiles_of(const bf16* tiles, const bf16* weight, const bf16* bias, bf16* out, int64_t n, int64_t b,
+static void tiles_of(const bf16* tiles, const Panel& panel, const bf16* bias, bf16* out, int64_t n, int64_t b,
                      int64_t T, int64_t N, int64_t K) {
-    const bf16 *upper = weight + n * K, *lower = upper + 16 * K, *ours = tiles + b * 16 * K;
+    const bf16 *upper = panel.at, *lower = upper + 16 * panel.row, *ours = tiles + b * 16 * K;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < K; k += 32) {
-        _tile_loadd(4, upper + k, K * sizeof(bf16));
-        _tile_loadd(5, lower + k, K * sizeof(bf16));
+        _tile_loadd(4, upper + k * panel.column, panel.row * sizeof(bf16));
+        _tile_loadd(5, lower + k * panel.column, panel.row * sizeof(bf16));
         _tile_loadd(6, ours + k * 16, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 5, 6);
@@ -289,7 +297,7 @@ static void tiles_of(const bf16* tiles, const bf16* weight, const bf16* bias, bf
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
-        for (int line = 0; !b && line < 32; line++)                            // the next 32 rows are on their way
+        for (int line = 0; panel.followed && !b && line < 32; line++)          // they are on their way
             _mm_prefetch((const char*)(upper + 32 * K + k * 32) + line * 64, _MM_HINT_T1);
     }
     vec sums[4][16];                                                           // [tile][row of the weight], 16 tokens
@@ -300,44 +308,52 @@ static void tiles_of(const bf16* tiles, const bf16* weight, const bf16* bias, bf
     for (int tile = 0; tile < (two ? 4 : 2); tile++) {
         turn_over(sums[tile]);                                                 // now: [token], 16 rows of the weight
         int64_t first = b * 16 + tile / 2 * 16, row = n + tile % 2 * 16;
+        vec scale = panel.scales ? load(panel.scales + tile % 2 * 16) : vec{} + 1.f;
         for (int64_t t = 0; t < std::min<int64_t>(16, T - first); t++)
-            store(out + (first + t) * N + row, sums[tile][t] + (bias ? load(bias + row) : vec{}));
+            store(out + (first + t) * N + row, sums[tile][t] * scale + (bias ? load(bias + row) : vec{}));
     }
 }
 
-static void linear_tiles(const bf16* x, const bf16* weight, const bf16* bias, bf16* out, int64_t T, int64_t N,
-                         int64_t K) {
+// panel(n) are rows n .. n + 31 of the weight, whose N rows are read from so many bytes.
+template <class Panels>
+static void linear_tiles(const bf16* x, const Panels& panel, const bf16* bias, bf16* out, int64_t T, int64_t N,
+                         int64_t K, int64_t bytes) {
     struct { uint8_t palette = 1, zero[15] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } shape;
     for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = 16;
     int64_t blocks = (T + 15) / 16;
     static thread_local std::vector<bf16> room;
     room.resize(blocks * 16 * K);
     bf16* tiles = room.data();
-    #pragma omp parallel num_threads(hands(N * K * sizeof(bf16)))
+    #pragma omp parallel num_threads(hands(bytes))
     {
         _tile_loadconfig(&shape);
         #pragma omp for
         for (int64_t b = 0; b < blocks; b++) lay_out(x, tiles, b, T, K);
         #pragma omp for schedule(static)
-        for (int64_t i = 0; i < N; i += 32)
-            for (int64_t b = 0; b < blocks; b += 2) {
-                int64_t n = std::min(i, N - 32);                               // the last 32 may be done in part twice
-                if (b + 1 < blocks) tiles_of<true>(tiles, weight, bias, out, n, b, T, N, K);
-                else tiles_of<false>(tiles, weight, bias, out, n, b, T, N, K);
-            }
+        for (int64_t i = 0; i < N; i += 32) {
+            int64_t n = std::min(i, N - 32);                                   // the last 32 may be done in part twice
+            Panel rows = panel(n);
+            for (int64_t b = 0; b < blocks; b += 2)
+                if (b + 1 < blocks) tiles_of<true>(tiles, rows, bias, out, n, b, T, N, K);
+                else tiles_of<false>(tiles, rows, bias, out, n, b, T, N, K);
+        }
         _tile_release();
     }
 }
 #else
+#define NO_TILES
 static bool has_tiles() { return false; }
-static void linear_tiles(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t) {}
 #endif
 extern "C" int matrix_units() { return has_tiles(); }
 
 template <class E>
 static void linear(const E* x, const E* weight, const E* bias, E* out, int64_t T, int64_t N, int64_t K) {
+#ifndef NO_TILES
     if constexpr (std::is_same_v<E, bf16>)
-        if (N >= 32 && K % 32 == 0 && has_tiles()) return linear_tiles(x, weight, bias, out, T, N, K);
+        if (N >= 32 && K % 32 == 0 && has_tiles())
+            return linear_tiles(x, [=](int64_t n) { return Panel{weight + n * K, K, 1, nullptr, true}; }, bias, out, T, N,
+                                K, N * K * (int64_t)sizeof(E));
+#endif
     constexpr int BLOCK = 16;                                                  // rows of the weight that stay in L1
     int64_t pitch = (K + W - 1) / W * W;
     static thread_local std::vector<float> room;

@@ -28,13 +28,23 @@ static inline ivec load(const int32_t* p, int64_t n) {
     return x;
 }
 #endif
+static inline float number(float x) { return x; }
+static inline float number(bf16 x) {
+    uint32_t u = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &u, 4);
+    return y;
+}
+constexpr int64_t AHEAD = 8192;                                                // bytes: what is read soon is on its way
 template <int VECTORS> struct Bytes {
     typedef int8_t stored, zero;
     static constexpr int U = VECTORS, HELD = U * W, MIDDLE = 0;                // HELD: stored things of a step
     static int64_t column(int64_t s, int u, int l) { return (s * U + u) * W + l; }
     const int8_t* p;
     int64_t left;
-    Bytes(const int8_t* p, int64_t left) : p(p), left(left) {}
+    Bytes(const int8_t* p, int64_t left) : p(p), left(left) {
+        for (int i = 0; i < HELD; i += 64) __builtin_prefetch(p + AHEAD + i);
+    }
     vec operator[](int u) const { return load(p + u * W, left - u * W); }
 };
 struct Nibbles {
@@ -43,7 +53,7 @@ struct Nibbles {
     static constexpr int U = 8, HELD = W, MIDDLE = 8;
     static int64_t column(int64_t s, int u, int l) { return (s * W + l) * U + u; }
     ivec words;
-    Nibbles(const int32_t* p, int64_t left) : words(load(p, left)) {}
+    Nibbles(const int32_t* p, int64_t left) : words(load(p, left)) { __builtin_prefetch((const char*)p + AHEAD); }
     vec operator[](int u) const { return low_nibbles(words >> 4 * u); }
 };
 
@@ -51,7 +61,7 @@ struct Quantized {  // a weight [N, K]; `held` stored things and Q scales a row
     const void *q, *scales, *zeros;
     int64_t N, K, group, wide, held, Q;                                        // wide: scales are fp32, not as x
     template <class E> float scale(int64_t i) const {
-        return wide ? ((const float*)scales)[i] : load((const E*)scales + i, 1)[0];
+        return wide ? ((const float*)scales)[i] : number(((const E*)scales)[i]);
     }
 };
 
@@ -82,13 +92,6 @@ template <class B> struct Laid {
                 for (int u = 0; u < B::U; u++) sum += load(part[u]);
                 store(sums.data() + (t * steps + s) * W, sum);
             }
-    }
-    static float number(float x) { return x; }
-    static float number(bf16 x) {
-        uint32_t u = (uint32_t)x << 16;
-        float y;
-        memcpy(&y, &u, 4);
-        return y;
     }
 };
 
@@ -156,20 +159,74 @@ static void linear_vectors(const E* x, const Quantized& w, const E* bias, E* out
     }
 }
 
+// ---------------------------------------------------------------- the same with a matrix unit
+// 32 rows of the weight at a time become bf16, in a buffer that stays in the cache. A scale a row: the integers are exact
+// in bf16 and the sums are scaled. A scale a group: (q - zero) * scale is rounded to bf16, as if it were stored so.
+#ifndef NO_TILES
+// Columns k .. end - 1 of a row, 32 at a time: those of the next tile lie 32 rows further.
+static void to_bf16(const int8_t* row, int64_t k, int64_t end, float zero, float scale, bf16* to) {
+    for (; k < end; k += 32) {
+        __builtin_prefetch(row + k + AHEAD);
+        vec low = (load(row + k) - zero) * scale, high = (load(row + k + W) - zero) * scale;
+        __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+        memcpy(to + k * 32, &both, sizeof both);
+    }
+}
+static void to_bf16(const int32_t* row, int64_t k, int64_t end, float zero, float scale, bf16* to) {
+    const vec nibbles = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    __m256bh values = _mm512_cvtneps_pbh((nibbles - zero) * scale);
+    __m512i table = _mm512_broadcast_i64x4((__m256i)values);                   // twice: five bits of an index count
+    for (; k < end; k += 32) {
+        const char* bytes = (const char*)row + k / 2;
+        __builtin_prefetch(bytes + AHEAD);
+        ivec pairs = widened((const uint8_t*)bytes);                           // the low nibble in the lower half,
+        __m512i both = _mm512_permutexvar_epi16((__m512i)(pairs | pairs << 12), table);  // the high one in the upper
+        memcpy(to + k * 32, &both, sizeof both);
+    }
+}
+
+template <class B> static Panel panel_of(const Quantized& w, int64_t n) {
+    static thread_local std::vector<bf16> room;
+    static thread_local float scales[32];
+    room.resize(32 * w.K);
+    for (int64_t r = 0; r < 32; r++)
+        for (int64_t g = 0; g < w.Q; g++) {
+            int64_t at = (n + r) * w.Q + g, k = g * w.group;
+            float zero = w.zeros ? ((const typename B::zero*)w.zeros)[at] : B::MIDDLE;
+            scales[r] = w.scale<bf16>(at);
+            to_bf16((const typename B::stored*)w.q + (n + r) * w.held, k, std::min(k + w.group, w.K), zero,
+                    w.Q == 1 ? 1.f : scales[r], room.data() + r * 32);
+        }
+    return {room.data(), 32, 32, w.Q == 1 ? scales : nullptr, false};
+}
+#endif
+
+template <class B, class E>
+static void linear_quantized(const E* x, const Quantized& w, const E* bias, E* out, int64_t T) {
+#ifndef NO_TILES
+    constexpr int64_t FEW = 4;                                       // rows of x for which vectors are as fast
+    if constexpr (std::is_same_v<E, bf16>)
+        if (T > FEW && w.N >= 32 && w.K % 32 == 0 && (w.Q == 1 || w.group % 32 == 0) && has_tiles())
+            return linear_tiles(x, [&](int64_t n) { return panel_of<B>(w, n); }, bias, out, T, w.N, w.K,
+                                w.N * w.held * (int64_t)sizeof(typename B::stored));
+#endif
+    linear_vectors<B>(x, w, bias, out, T);
+}
+
 template <class E>
 static void linear_int8(const E* x, const int8_t* q, const void* scales, const int8_t* zeros, const E* bias, E* out,
                         int64_t T, int64_t N, int64_t K, int64_t group, int64_t wide) {
     Quantized w = {q, scales, zeros, N, K, group, wide, K, (K + group - 1) / group};
-    if (w.Q == 1 || group % (8 * W) == 0) linear_vectors<Bytes<8>>(x, w, bias, out, T);
-    else if (group % (2 * W) == 0) linear_vectors<Bytes<2>>(x, w, bias, out, T);
-    else linear_vectors<Bytes<1>>(x, w, bias, out, T);
+    if (w.Q == 1 || group % (8 * W) == 0) linear_quantized<Bytes<8>>(x, w, bias, out, T);
+    else if (group % (2 * W) == 0) linear_quantized<Bytes<2>>(x, w, bias, out, T);
+    else linear_quantized<Bytes<1>>(x, w, bias, out, T);
 }
 
 template <class E>
 static void linear_int4(const E* x, const int32_t* q, const void* scales, const uint8_t* zeros, const E* bias, E* out,
                         int64_t T, int64_t N, int64_t K, int64_t group, int64_t wide) {
     Quantized w = {q, scales, zeros, N, K, group, wide, (K + 7) / 8, (K + group - 1) / group};
-    linear_vectors<Nibbles>(x, w, bias, out, T);
+    linear_quantized<Nibbles>(x, w, bias, out, T);
 }
 
 extern "C" {
