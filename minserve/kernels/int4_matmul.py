@@ -17,7 +17,9 @@ Story    notebooks/09_quantization.ipynb
 
 import torch
 
+from minserve.kernels import on_triton
 from minserve.kernels.packed_check import check, grouped, multiplied
+from minserve.kernels.packed_matmul import packed_matmul
 
 
 # ---------------------------------------------------------------- the definition
@@ -37,4 +39,6 @@ def int4_matmul_reference(x, qweight, scales, zeros, group: int | None, bias=Non
 def int4_matmul(x, qweight, scales, zeros, group: int | None, bias=None):
     """x . w^T + bias with 4-bit weights. Shapes: see the module docstring."""
     check("int4_matmul", 4, x, qweight, scales, zeros, group, bias)
+    if on_triton(x):
+        return packed_matmul(4, x, qweight, scales, zeros, group, bias)
     return int4_matmul_reference(x, qweight, scales, zeros, group, bias)

@@ -14,7 +14,11 @@ group    1 or more columns; None, or K and more: the whole row, a scale for each
 Story    notebooks/09_quantization.ipynb
 """
 
+import torch
+
+from minserve.kernels import on_triton
 from minserve.kernels.packed_check import check, grouped, multiplied
+from minserve.kernels.packed_matmul import packed_matmul
 
 
 # ---------------------------------------------------------------- the definition
@@ -26,4 +30,12 @@ def int8_matmul_reference(x, qweight, scales, zeros, group: int | None, bias=Non
 def int8_matmul(x, qweight, scales, zeros, group: int | None, bias=None):
     """x . w^T + bias with 8-bit weights. Shapes: see the module docstring."""
     check("int8_matmul", 8, x, qweight, scales, zeros, group, bias)
+    if on_triton(x) and in_words(qweight, group):
+        return packed_matmul(8, x, qweight.view(torch.int32), scales, zeros, group, bias)
     return int8_matmul_reference(x, qweight, scales, zeros, group, bias)
+
+
+def in_words(qweight, group: int | None) -> bool:
+    """Can rows and groups be read four columns at a time?"""
+    K = qweight.shape[1]
+    return not any(n % 4 for n in (K, qweight.stride(0), qweight.storage_offset(), min(group or K, K)))
