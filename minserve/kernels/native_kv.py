@@ -37,8 +37,8 @@ class KVOps:
         self._call("kv_write_scaled", tensors, *k.shape, k.stride(0), v.stride(0))
 
     def attend_scaled(
-        self, q, k_cache, v_cache, k_scales, v_scales, tables, lengths, window: int | None = None, sinks: int = 0
-    ):
+        self, q, k_cache, v_cache, k_scales, v_scales, tables, lengths, window: int | None = None, sinks: int = 0,
+    ):  # fmt: skip
         who, (_, S, G, _) = "attend_scaled", k_cache.shape
         check_scaled(who, k_cache, v_cache, k_scales, v_scales)
         check_match(who, torch.int8, k_cache=(k_cache, (len(k_cache), S, G, q.shape[2])))
