@@ -20,6 +20,7 @@ Story    notebooks/09_quantization.ipynb
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -75,14 +76,15 @@ class Scheme:
 
 
 # ---------------------------------------------------------------- rounding to nearest
-def quantize(weight, scheme: Scheme):
+def quantize(weight, scheme: Scheme, dtype=None, shrink=1.0):
     """(integers [N, K] uint8 or int8, scales [N, Q], zeros [N, Q] or None), each weight rounded to the nearest."""
-    scales, zeros = grid(weight, scheme)
+    scales, zeros = grid(weight, scheme, dtype, shrink)
     return scheme.round(weight, *spread(scales, zeros, scheme, weight.shape[1])), scales, zeros
 
 
-def grid(weight, scheme: Scheme, shrink=1.0):
-    """(scales [N, Q], zeros or None): where the integers of every group lie; `shrink` < 1 clips its extremes."""
+def grid(weight, scheme: Scheme, dtype=None, shrink=1.0):
+    """(scales [N, Q] in `dtype`, zeros or None): where the integers lie; `shrink` [N, Q] < 1 clips a group's ends."""
+    dtype = dtype or weight.dtype
     if not torch.isfinite(weight).all():
         bad = int((~torch.isfinite(weight)).sum())
         raise ValueError(f"{bad:,} of {weight.numel():,} weights are not finite: there is no scale for them")
@@ -92,7 +94,7 @@ def grid(weight, scheme: Scheme, shrink=1.0):
     low, high = (x.clamp_(*at0) * shrink for x, at0 in zip(_ends(padded, n, columns), ((None, 0), (0, None))))
     span = high - low if not scheme.symmetric else 2 * torch.maximum(high, -low)
     # a row of zeros still needs a scale to be divided by
-    scales = (span / (2**scheme.bits - 1)).clamp_min(torch.finfo(weight.dtype).tiny).to(weight.dtype)
+    scales = (span / (2**scheme.bits - 1)).clamp_min(torch.finfo(dtype).tiny).to(dtype)
     if scheme.symmetric:
         return scales, None
     lowest = LOWEST[scheme.bits]
@@ -190,3 +192,57 @@ class QuantLinear(nn.Module):
 def from_float(linear: nn.Linear, scheme: Scheme) -> QuantLinear:
     """A linear layer, its weight rounded to nearest."""
     return QuantLinear.of(*quantize(linear.weight.detach(), scheme), scheme, linear.bias)
+
+
+# ---------------------------------------------------------------- what the clever methods share
+def output_error(difference, hessian):
+    """Squared error of every output, summed over the tokens of `hessian` = sum of x x^T: d H d^T.  [N]"""
+    return (difference @ hessian * difference).sum(1)
+
+
+class Feed(NamedTuple):
+    """Linears of a layer that read the same input, and what makes it: a channel is scaled there, and unscaled here."""
+
+    names: tuple[str, ...]
+    before: str
+
+    def weight(self, layer):
+        """Their weights, one below the other: [N, K]"""
+        return torch.cat([layer.get_submodule(name).weight.detach() for name in self.names])
+
+
+# first those that are made by a linear: its rows are scaled before they are rounded
+FEEDS = (
+    Feed(("self_attn.o_proj",), "self_attn.v_proj"),
+    Feed(("mlp.down_proj",), "mlp.up_proj"),
+    Feed(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
+    Feed(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
+)
+
+
+def heads_of(layer, feed: Feed) -> tuple[int, int, int]:
+    """(G, R, D): input g * R * D + r * D + d is made by row g * D + d of `before`. Only o_proj has R > 1."""
+    inputs, before = layer.get_submodule(feed.names[0]).in_features, layer.get_submodule(feed.before)
+    repeat, head = inputs // len(before.weight), layer.self_attn.head_dim
+    return (inputs // (repeat * head), repeat, head) if repeat > 1 else (1, 1, inputs)
+
+
+def to_inputs(factors, heads: tuple[int, int, int]):
+    """[G * D], one for each row of what comes before -> [G * R * D], one for each input."""
+    G, R, D = heads
+    return factors.view(G, 1, D).expand(G, R, D).flatten()
+
+
+def fold(layer, feed: Feed, factors) -> None:
+    """Multiply the columns of the feed's linears by `factors` [K / R], and divide what comes before by them.
+
+    What the layer computes stays.
+    """
+    columns = to_inputs(factors, heads_of(layer, feed))
+    for name in feed.names:
+        weight = layer.get_submodule(name).weight
+        weight.copy_(weight.float() * columns)
+    before = layer.get_submodule(feed.before)
+    for x in (before.weight, getattr(before, "bias", None)):
+        if x is not None:
+            x.copy_(x.float() / factors.view(-1, *[1] * (x.ndim - 1)))
