@@ -208,12 +208,6 @@ def _refuse_what_we_do_not_compute(config: dict) -> None:
     act = config.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise ValueError(f"hidden_act is {act!r}; minserve's MLP computes silu(gate) * up and nothing else")
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method", "an unnamed method")
-        raise ValueError(
-            f"this checkpoint's weights are quantized ({method}), and this version reads bf16, fp16 and fp32 only.\n"
-            "  Use the unquantized checkpoint it was made from."
-        )
 
 
 def _llama(

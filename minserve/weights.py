@@ -8,8 +8,11 @@
 Only safetensors are read. A pickle file can run any code when it is opened, so minserve opens none; nor does it run
 code that comes with a checkpoint.
 
+A quantized checkpoint makes a model whose linear layers are QuantLinear where the file has them so
+(quantized_files.py); everything else, and all that follows, is the same.
+
 Refused, by name and with numbers: architectures config.py does not know, missing or left-over tensors, shapes that
-differ from the config's, quantized tensors, truncated files, a folder without safetensors.
+differ from the config's, quantizations quantized_files.py does not know, truncated files, a folder without safetensors.
 
 Cost     one read of the file; tensors are put in place without an extra copy where dtype and device allow it.
 Story    notebooks/01_one_forward_pass.ipynb
@@ -22,7 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minserve.config import ModelConfig
-from minserve.model import Model
+from minserve.model import Linear, Model
+from minserve.quantized_files import layouts, read
 
 FLOATS = ("BF16", "F16", "F32")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -43,11 +47,25 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> 
         dtype = DTYPES[config.dtype]
     with torch.device("meta"):
         model = Model(config)
-    expected = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     where = _locate(folder)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    try:
+        quantized = layouts(_json(folder / "config.json"), list(linears), set(where))
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: {error}") from None
+    parts = {name: layout.parts(name, linears[name], set(where)) for name, layout in quantized.items()}
+    floats = {
+        name: (tuple(weight.shape), FLOATS)
+        for name, weight in model.named_parameters()
+        if name.removesuffix(".weight") not in quantized
+    }
+    expected = floats | {name: asked for part in parts.values() for name, asked in part.items()}
     _compare(folder, set(expected), set(where), config.tied)
-    tensors = _read(folder, {name: where[name] for name in expected}, expected, dtype, device)
-    model.load_state_dict(tensors, strict=True, assign=True)
+    tensors = _read(folder, where, expected, dict.fromkeys(floats, dtype), device)
+    model.load_state_dict({name: tensors.pop(name) for name in floats}, strict=False, assign=True)
+    for name, layout in quantized.items():
+        held = {part.removeprefix(f"{name}."): tensors.pop(part) for part in parts[name]}
+        model.set_submodule(name, read(name, layout, held, linears[name], dtype))
     return model.eval().requires_grad_(False)
 
 
@@ -136,10 +154,11 @@ def _open(path: Path):
         ) from None
 
 
-def _read(folder: Path, where: dict, expected: dict, dtype: torch.dtype, device) -> dict[str, torch.Tensor]:
+def _read(folder: Path, where: dict, expected: dict, dtypes: dict, device) -> dict[str, torch.Tensor]:
+    """Every tensor once, of the shape and in one of the types expected; those named in `dtypes` are converted."""
     by_file: dict[Path, list[str]] = {}
-    for name, (path, _) in where.items():
-        by_file.setdefault(path, []).append(name)
+    for name in expected:
+        by_file.setdefault(where[name][0], []).append(name)
     tensors = {}
     for path, names in by_file.items():
         with _open(path) as file:
@@ -149,14 +168,15 @@ def _read(folder: Path, where: dict, expected: dict, dtype: torch.dtype, device)
                 if there not in held:
                     raise ValueError(f"{folder}: the index says {path.name} holds {there}, and it does not")
                 view = file.get_slice(there)
-                if view.get_dtype() not in FLOATS:
+                shape, kinds = expected[name]
+                if view.get_dtype() not in kinds:
                     raise ValueError(
-                        f"{path}: {there} is {view.get_dtype()}; this version reads {', '.join(FLOATS)} weights, "
-                        "not quantized ones.\n  Use the unquantized checkpoint."
+                        f"{path}: {there} is {view.get_dtype()}; config.json lets it be {', '.join(kinds)} only.\n"
+                        "  Integers are weights where a quantization_config says how they were made, and nowhere else."
                     )
-                if (shape := tuple(view.get_shape())) != expected[name]:
+                if (found := tuple(view.get_shape())) != shape:
                     raise ValueError(
-                        f"{path}: {there} is {list(shape)} and config.json asks for {list(expected[name])}"
+                        f"{path}: {there} is {list(found)} and config.json asks for {list(shape)}"
                     )
-                tensors[name] = file.get_tensor(there).to(device=device, dtype=dtype)
+                tensors[name] = file.get_tensor(there).to(device=device, dtype=dtypes.get(name))
     return tensors
