@@ -61,9 +61,10 @@ def _number(words, j: tl.constexpr, magic, BITS: tl.constexpr):
 @triton.jit
 def _zero(zeros_ptr, at, mask, BITS: tl.constexpr):
     """What _number gives for the weight 0."""
-    if zeros_ptr is None:
-        return 24.0 if BITS == 4 else 384.0
-    return tl.load(zeros_ptr + at, mask=mask, other=0).to(tl.float32) + (16 if BITS == 4 else 384)
+    zero = 24.0 if BITS == 4 else 384.0
+    if zeros_ptr is not None:
+        zero = tl.load(zeros_ptr + at, mask=mask, other=0).to(tl.float32) + (16.0 if BITS == 4 else 384.0)
+    return zero
 
 
 @triton.jit
@@ -146,16 +147,14 @@ def _dot_kernel(
     # What do I carry?  The transposed result.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)                                             # [N, M]
 
-    # What do I read?  A tile of words; one scale per row, or per word where a tile has several groups; a tile of x.
-    ONE: tl.constexpr = 1 if GROUP % (BLOCK_W * PER) == 0 else BLOCK_W
+    # What do I read?  A tile of words with a scale for each, in the layout of the words; a tile of x.
     share = tl.cdiv(tl.cdiv(W, BLOCK_W), splits) * BLOCK_W
     for start in range(split * share, tl.minimum(split * share + share, W), BLOCK_W):
         i = start + tl.arange(0, BLOCK_W)[None, :]                                             # [1, W]
         words = tl.load(row_ptr + i, mask=mine & (i < W), other=0)                             # [N, W]
-        k = (start + tl.arange(0, ONE)[None, :]) * PER                                         # [1, 1 or W]
-        at = n[:, None].to(tl.int64) * Q + k // GROUP
-        scale = tl.load(scales_ptr + at, mask=mine & (k < K), other=0.0).to(tl.float32)
-        zero = _zero(zeros_ptr, at, mine & (k < K), BITS) * scale
+        at = n[:, None].to(tl.int64) * Q + i * PER // GROUP                                    # [N, W]
+        scale = tl.load(scales_ptr + at, mask=mine & (i < W), other=0.0).to(tl.float32)        # [N, W]
+        zero = _zero(zeros_ptr, at, mine & (i < W), BITS) * scale                              # [N, W]
         c = start * PER + tl.arange(0, BLOCK_W * PER)[None, :]                                 # [1, W * PER]
         xs = (tl.load(x_row_ptr + c, mask=seen & (c < K), other=0.0),)
         if PER == 8:
