@@ -269,26 +269,33 @@ static void turn_over(vec (&m)[16]) {
     }
 }
 
-// 32 rows of a weight: row r, column k (k in 32s) lies at at[r * row + k * column]. Each sum is to be scaled, or none.
-struct Panel {
-    const bf16* at;
-    int64_t row, column;
-    const float* scales;
-    bool followed;                                                             // the next 32 rows lie right behind
+constexpr int CHUNK = 128;                                                     // columns that become ready together
+// 32 rows of a weight as they lie in memory. `row`: elements from one to the next.
+struct Lying {
+    const bf16* first;
+    int64_t row;
+    static constexpr float* scales = nullptr;                                  // of the sums
+    void ready(int64_t) {}
+    const bf16* at(int64_t k) const { return first + k; }
+    void prefetch(int64_t k) const {                                           // the next 32 rows are on their way
+        for (int line = 0; line < 32; line++)
+            _mm_prefetch((const char*)(first + 32 * row + k * 32) + line * 64, _MM_HINT_T1);
+    }
 };
 
 // Rows n .. n + 31 of the weight, for tokens b * 16 .. b * 16 + 15 and, if `two`, for the 16 after them.
-template <bool two>
-static void tiles_of(const bf16* tiles, const Panel& panel, const bf16* bias, bf16* out, int64_t n, int64_t b,
+template <bool two, class Panel>
+static void tiles_of(const bf16* tiles, Panel& panel, const bf16* bias, bf16* out, int64_t n, int64_t b,
                      int64_t T, int64_t N, int64_t K) {
-    const bf16 *upper = panel.at, *lower = upper + 16 * panel.row, *ours = tiles + b * 16 * K;
+    const bf16* ours = tiles + b * 16 * K;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < K; k += 32) {
-        _tile_loadd(4, upper + k * panel.column, panel.row * sizeof(bf16));
-        _tile_loadd(5, lower + k * panel.column, panel.row * sizeof(bf16));
+        if (k % CHUNK == 0) panel.ready(k);
+        _tile_loadd(4, panel.at(k), panel.row * sizeof(bf16));
+        _tile_loadd(5, panel.at(k) + 16 * panel.row, panel.row * sizeof(bf16));
         _tile_loadd(6, ours + k * 16, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 5, 6);
@@ -297,8 +304,7 @@ static void tiles_of(const bf16* tiles, const Panel& panel, const bf16* bias, bf
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
-        for (int line = 0; panel.followed && !b && line < 32; line++)          // they are on their way
-            _mm_prefetch((const char*)(upper + 32 * K + k * 32) + line * 64, _MM_HINT_T1);
+        if (!b) panel.prefetch(k);
     }
     vec sums[4][16];                                                           // [tile][row of the weight], 16 tokens
     _tile_stored(0, sums[0], 64);
@@ -332,7 +338,7 @@ static void linear_tiles(const bf16* x, const Panels& panel, const bf16* bias, b
         #pragma omp for schedule(static)
         for (int64_t i = 0; i < N; i += 32) {
             int64_t n = std::min(i, N - 32);                                   // the last 32 may be done in part twice
-            Panel rows = panel(n);
+            auto rows = panel(n);
             for (int64_t b = 0; b < blocks; b += 2)
                 if (b + 1 < blocks) tiles_of<true>(tiles, rows, bias, out, n, b, T, N, K);
                 else tiles_of<false>(tiles, rows, bias, out, n, b, T, N, K);
@@ -351,7 +357,7 @@ static void linear(const E* x, const E* weight, const E* bias, E* out, int64_t T
 #ifndef NO_TILES
     if constexpr (std::is_same_v<E, bf16>)
         if (N >= 32 && K % 32 == 0 && has_tiles())
-            return linear_tiles(x, [=](int64_t n) { return Panel{weight + n * K, K, 1, nullptr, true}; }, bias, out, T, N,
+            return linear_tiles(x, [=](int64_t n) { return Lying{weight + n * K, K}; }, bias, out, T, N,
                                 K, N * K * (int64_t)sizeof(E));
 #endif
     constexpr int BLOCK = 16;                                                  // rows of the weight that stay in L1

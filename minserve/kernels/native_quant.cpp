@@ -160,16 +160,16 @@ static void linear_vectors(const E* x, const Quantized& w, const E* bias, E* out
 }
 
 // ---------------------------------------------------------------- the same with a matrix unit
-// 32 rows of the weight at a time become bf16, in a buffer that stays in the cache. A scale a row: the integers are exact
+// 32 rows of the weight at a time become bf16, CHUNK columns ahead of their use, in a buffer that stays in the cache. A scale a row: the integers are exact
 // in bf16 and the sums are scaled. A scale a group: (q - zero) * scale is rounded to bf16, as if it were stored so.
 #ifndef NO_TILES
-// Columns k .. end - 1 of a row, 32 at a time: those of the next tile lie 32 rows further.
+// Columns k .. end - 1 of a row, 32 at a time.
 static void to_bf16(const int8_t* row, int64_t k, int64_t end, float zero, float scale, bf16* to) {
     for (; k < end; k += 32) {
         __builtin_prefetch(row + k + AHEAD);
         vec low = (load(row + k) - zero) * scale, high = (load(row + k + W) - zero) * scale;
         __m512bh both = _mm512_cvtne2ps_pbh(high, low);
-        memcpy(to + k * 32, &both, sizeof both);
+        memcpy(to + k, &both, sizeof both);
     }
 }
 static void to_bf16(const int32_t* row, int64_t k, int64_t end, float zero, float scale, bf16* to) {
@@ -181,24 +181,38 @@ static void to_bf16(const int32_t* row, int64_t k, int64_t end, float zero, floa
         __builtin_prefetch(bytes + AHEAD);
         ivec pairs = widened((const uint8_t*)bytes);                           // the low nibble in the lower half,
         __m512i both = _mm512_permutexvar_epi16((__m512i)(pairs | pairs << 12), table);  // the high one in the upper
-        memcpy(to + k * 32, &both, sizeof both);
+        memcpy(to + k, &both, sizeof both);
     }
 }
 
-template <class B> static Panel panel_of(const Quantized& w, int64_t n) {
-    static thread_local std::vector<bf16> room;
-    static thread_local float scales[32];
-    room.resize(32 * w.K);
-    for (int64_t r = 0; r < 32; r++)
-        for (int64_t g = 0; g < w.Q; g++) {
-            int64_t at = (n + r) * w.Q + g, k = g * w.group;
-            float zero = w.zeros ? ((const typename B::zero*)w.zeros)[at] : B::MIDDLE;
-            scales[r] = w.scale<bf16>(at);
-            to_bf16((const typename B::stored*)w.q + (n + r) * w.held, k, std::min(k + w.group, w.K), zero,
-                    w.Q == 1 ? 1.f : scales[r], room.data() + r * 32);
+template <class B> struct Unpacked {  // 32 rows from row n on, as linear_tiles wants them
+    const Quantized& w;
+    int64_t n, ring, row, done = 0;                                            // ring: columns that there is room for
+    float* scales;
+    bf16* room;
+    Unpacked(const Quantized& w, int64_t n, int64_t ring) : w(w), n(n), ring(ring), row(ring + 32) {
+        static thread_local std::vector<bf16> numbers;
+        static thread_local float sums[32];
+        numbers.resize(32 * row);
+        room = numbers.data(), scales = w.Q == 1 ? sums : nullptr;
+        for (int64_t r = 0; scales && r < 32; r++) sums[r] = w.scale<bf16>(n + r);
+    }
+    void ready(int64_t k) {                                                    // and the columns that are next
+        for (int64_t g, next, end = std::min(k + 2 * CHUNK, w.K); done < end; done = next) {
+            g = done / w.group, next = std::min({(g + 1) * w.group, (done / CHUNK + 1) * CHUNK, end});
+            const Quantized own = w;                                           // what is stored below is not among it
+            bf16* to = room + done % ring - done;
+            for (int64_t r = 0; r < 32; r++) {
+                int64_t at = (n + r) * own.Q + g;
+                float zero = own.zeros ? ((const typename B::zero*)own.zeros)[at] : B::MIDDLE;
+                to_bf16((const typename B::stored*)own.q + (n + r) * own.held, done, next, zero,
+                        scales ? 1.f : own.scale<bf16>(at), to + r * row);
+            }
         }
-    return {room.data(), 32, 32, w.Q == 1 ? scales : nullptr, false};
-}
+    }
+    const bf16* at(int64_t k) const { return room + k % ring; }
+    void prefetch(int64_t) const {}
+};
 #endif
 
 template <class B, class E>
@@ -207,7 +221,7 @@ static void linear_quantized(const E* x, const Quantized& w, const E* bias, E* o
     constexpr int64_t FEW = 4;                                       // rows of x for which vectors are as fast
     if constexpr (std::is_same_v<E, bf16>)
         if (T > FEW && w.N >= 32 && w.K % 32 == 0 && (w.Q == 1 || w.group % 32 == 0) && has_tiles())
-            return linear_tiles(x, [&](int64_t n) { return panel_of<B>(w, n); }, bias, out, T, w.N, w.K,
+            return linear_tiles(x, [&](int64_t n) { return Unpacked<B>(w, n, T > 32 ? w.K + CHUNK : 2 * CHUNK); }, bias, out, T, w.N, w.K,
                                 w.N * w.held * (int64_t)sizeof(typename B::stored));
 #endif
     linear_vectors<B>(x, w, bias, out, T);
