@@ -26,6 +26,7 @@ Story    notebooks/08_the_engine.ipynb
 import time
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from minserve.kernels import native
@@ -96,12 +97,11 @@ class FusedModel:
         return *map(self._linear, linears), norms
 
     def _linear(self, parts):
-        quantized = [part for part in parts if isinstance(part, QuantLinear)]
-        if not quantized:
+        if all(isinstance(part, nn.Linear) for part in parts):
             return Linear(self.ops, *side_by_side(parts))
-        if quantized == parts and alike(parts):
+        if all(isinstance(part, QuantLinear) for part in parts) and alike(parts):
             return QuantizedLinear(self.native, joined(parts))
-        return Apart([self._linear([part]) for part in parts])
+        return Apart(parts if len(parts) == 1 else [self._linear([part]) for part in parts])
 
     @property
     def linears(self) -> list:
@@ -195,7 +195,7 @@ class Linear:
 
 
 class Apart:
-    """Linears of one input that cannot become one, because they are quantized differently."""
+    """Linears of one input that cannot become one: they are quantized differently, or multiply integers (W8A8)."""
 
     few, packed = 0, None
 

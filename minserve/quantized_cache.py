@@ -50,7 +50,7 @@ class ScaledCache(PagedCache):
     ):
         """`seats`: most requests that run. `tokens`: most of one step."""
         super().__init__(config, num_pages, page_size, DTYPES[kind], device, sinks)
-        self.on_native = kind == "int8"
+        self.kind, self.on_native = kind, kind == "int8"
         self.k_scales, self.v_scales = scales = [self.pool(dtype=torch.float32) for _ in "kv"]
         self.pools += scales
         self.example = torch.empty(0, dtype=dtype, device=device)
@@ -99,7 +99,7 @@ class Int4Cache(PagedCache):
         super().__init__(
             replace(config, head_dim=config.head_dim // 2), num_pages, page_size, torch.uint8, device, sinks
         )
-        self.config, self.example = config, torch.empty(0, dtype=dtype, device=device)
+        self.kind, self.config, self.example = kind, config, torch.empty(0, dtype=dtype, device=device)
         k_affine = self.pool(2, config.num_kv_heads, config.head_dim, dtype=torch.float16, every=())
         self.pools += k_affine, self.pool(2, dtype=torch.float16)
         self.open = [fresh(config, seats * page_size, self.example) for _ in range(config.num_layers)]

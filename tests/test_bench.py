@@ -35,7 +35,7 @@ TINY = replace(  # 6 query / 2 KV heads, head 16, an odd vocabulary, 3 layers
     context=512,
     windows=(),
 )
-COUNTED = ("share", "requests", "GB")  # not timed: the same in every run
+COUNTED = ("share", "requests", "GB", "B")  # not timed: the same in every run
 ROW = ["case", "unit", "samples", "median", "bound", "ratio", "target", "pass", "note"]
 
 
@@ -279,12 +279,13 @@ def test_the_ladder_measures_draws_and_prints(tmp_path, capsys):
     assert climb(tmp_path) == 0
     report = Report.load(tmp_path / "data" / "ladder.json")
     assert [row.case for row in report.rows] == [rung.name for rung in ladder.RUNGS]
-    one, _, many, *_, shared, compiled, overlap = report.rows
+    one, _, many, *_, shared, compiled, overlap, int8, int4 = report.rows
+    assert int4.bound > int8.bound > overlap.bound
     assert compiled.bound == overlap.bound == shared.bound and "nothing to gain on a CPU" in overlap.note
     assert 0 < one.bound < many.bound < shared.bound and one.unit == "tok/s" and "tiny in" in report.where
     assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
     out, err = capsys.readouterr()
-    assert "prefix caching" in out and "of bound" not in err and "measuring 8 rungs" in err
+    assert "prefix caching" in out and "of bound" not in err and "measuring 10 rungs" in err
 
 
 def test_every_rung_says_which_step_it_takes(monkeypatch):
@@ -299,6 +300,10 @@ def test_every_rung_says_which_step_it_takes(monkeypatch):
     model = Model.random(TINY)
     ladder.compare(model, ladder.make_work(TINY, 6).first(2, 4))
     assert asked == [("plain", False)] * 4 + [("graph", False), ("graph", True)]
+    assert [(r.name, r.weights) for r in ladder.RUNGS[-2:]] == [
+        ("INT8 weights", "int8"),
+        ("INT4 weights", "int4"),
+    ]
 
 
 def test_making_an_engine_is_not_timed(monkeypatch):

@@ -1,18 +1,26 @@
 """Every pair of features gives the tokens of the plain path: one request alone, one cache, no batch.
 
+With quantized weights that is the plain path of the same quantized weights, each multiplied by its definition; with a
+quantized cache it is tests/quantized_oracle.py.
+
 Each switch also has to show that it acted: a grid in which nothing is preempted proves nothing about preemption.
 """
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import pytest
+import quantized_oracle
 import torch
 
+from minserve.calibration import quantize_model
 from minserve.engine import LLM
 from minserve.kernels import native
 from minserve.prefill_decode import generate
+from minserve.quantization import QuantLinear, Scheme
+from minserve.quantized_cache import KINDS
 from minserve.request import SamplingParams, Status, seed_of
 from minserve.weights import load
 
@@ -22,6 +30,9 @@ SWITCHES += [
     "graph",
     "overlap",
 ]  # how a step is computed (a graph is fused, too), and when the next one is
+CACHES = {f"{kind} cache": kind for kind in KINDS}
+WEIGHTS = {"int8 weights": Scheme(8), "int4 weights": Scheme(4, 32, symmetric=False)}
+SWITCHES += [*CACHES, *WEIGHTS]
 SYSTEM = [17, 3, 99, 4, 4, 250, 8, 61, 5, 90, 33, 2, 71, 18, 18, 6, 7, 44, 120, 9, 11, 12, 13]  # 23 tokens
 
 
@@ -57,6 +68,7 @@ def serve(model, on: frozenset[str], prompts, params):
         ageing=2,
         step="graph" if "graph" in on else "fused" if "fused" in on else "plain",
         overlap="overlap" in on,
+        kv_cache_dtype=chosen(on, CACHES),
         **limits,
     )
     watch(llm, on)
@@ -106,11 +118,18 @@ def counting(counts, name, function):
     return call
 
 
-def alone(model, prompt, params, index):
-    one = replace(params, n=1, seed=seed_of(params.seed, index))
+def chosen(on: frozenset[str], among: dict):
+    return next((among[name] for name in among if name in on), None)
+
+
+def alone(model, on, prompt, params, index):
+    one, kind = replace(params, n=1, seed=seed_of(params.seed, index)), chosen(on, CACHES)
+    page = 4 if "small pages" in on else 16
     known = model.__dict__.setdefault("answers", {})  # the same questions come in many cases
-    key = str((prompt, one))
-    if key not in known:
+    key = str((prompt, one, kind, page if kind == "int4" else None))
+    if key not in known and kind:
+        known[key] = quantized_oracle.alone(model, prompt, one, kind, page)
+    elif key not in known:
         known[key] = list(generate(model, prompt, one))
     return known[key]
 
@@ -123,6 +142,9 @@ def assert_acted(on: frozenset[str], llm):
         assert max(row.num_tokens for row in rows) == 7
     if "preemption" in on:
         assert llm.scheduler.preemptions > 0
+    assert getattr(llm.cache, "kind", None) == chosen(on, CACHES)
+    quantized = [module.scheme for module in llm.model.modules() if isinstance(module, QuantLinear)]
+    assert set(quantized) == {chosen(on, WEIGHTS)} - {None}
     if "fork" in on and "preemption" not in on:  # a preempted leader has nothing to share
         assert llm.scheduler.hit_tokens > 0
     if "priorities" in on:
@@ -130,7 +152,7 @@ def assert_acted(on: frozenset[str], llm):
         assert firsts != sorted(firsts)  # somebody was served before somebody who came earlier
     if "graph" in on:
         assert llm.seen["Graphs"] == sum(bool(record.rows) for record in llm.log)
-        assert llm.seen["replays"] > 0 or native.usable() is not None
+        assert llm.seen["replays"] > 0 or native.usable() is not None or "fp8 cache" in on
     elif "fused" in on:
         assert llm.seen["Fused"] == sum(bool(record.rows) for record in llm.log)
     else:
@@ -145,7 +167,7 @@ def check(model, on: frozenset[str], **size):
         for prompt, its, outputs in zip(prompts, params, made):
             for output in outputs:
                 assert output.error is None and output.finish_reason == "length"
-                assert output.tokens == alone(model, prompt, its, output.index)
+                assert output.tokens == alone(model, on, prompt, its, output.index)
     llm.pages.check([])
     assert llm.pages.in_use == 0
     assert_acted(on, llm)
@@ -153,24 +175,40 @@ def check(model, on: frozenset[str], **size):
 
 @pytest.fixture(scope="module")
 def models(checkpoints):
-    return {window: load(checkpoints("mistral" if window else "llama-3")) for window in (False, True)}
+    """models(on): one per family and weights."""
+
+    @cache
+    def get(window: bool, weights: Scheme | None):
+        return rounded(load(checkpoints("mistral" if window else "llama-3")), weights)
+
+    return lambda on: get("window" in on, chosen(on, WEIGHTS))
+
+
+def rounded(model, weights: Scheme | None):
+    if weights:
+        quantize_model(model, "rtn", weights, head=weights, progress=False)
+    return model
 
 
 @pytest.fixture(scope="module")
 def real(smollm):
-    return load(smollm, torch.float32)
+    return cache(lambda weights: rounded(load(smollm, torch.float32), weights))
 
 
-CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [frozenset(SWITCHES)]
+ONE_OF = [set(CACHES), set(WEIGHTS)]  # these exclude each other
+ALL = frozenset(SWITCHES) - {"int8 cache", "fp8 cache", "int8 weights"}
+CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [ALL]
+CASES = [on for on in CASES if not any(len(on & kinds) > 1 for kinds in ONE_OF)]
+LATER = {"fused", "overlap", *CACHES, *WEIGHTS}  # in pairs, left out of `make quick`
 
 
-QUICK = [on for on in CASES if len(on) == 1 or "fused" not in on and "overlap" not in on]
+QUICK = [on for on in CASES if len(on) == 1 or not on & LATER]
 MORE = [pytest.param(on, marks=pytest.mark.slow) for on in CASES if on not in QUICK]
 
 
 @pytest.mark.parametrize("on", QUICK + MORE, ids=lambda on: " + ".join(sorted(on)) or "nothing")
 def test_tokens_equal_the_plain_path(models, on):
-    check(models["window" in on], on)
+    check(models(on), on)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +217,12 @@ def test_tokens_equal_the_plain_path(models, on):
         {"prefix", "chunks", "fused"},
         {"fork", "sampling", "overlap"},
         {"preemption", "priorities", "graph"},
-        set(SWITCHES) - {"window"},
+        {"int8 cache", "int8 weights", "prefix", "graph"},
+        ALL - {"window", "int4 weights"},
+        ALL - {"window", "int4 cache"},
     ],
     ids=lambda on: " + ".join(sorted(on)),
 )
 def test_the_real_model(real, on):
-    check(real, frozenset(on), count=5, new=5)
+    on = frozenset(on)
+    check(real(chosen(on, WEIGHTS)), on, count=5, new=5)

@@ -13,8 +13,8 @@ from minserve.request import SamplingParams
 from minserve.text import Tokenizer
 from minserve.weights import load
 
-TEXT = """The sun rises in the east and sets in the west. Water boils at one hundred degrees. A week has seven days:
-Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and"""
+# Sure of every next token: over 30 layers one rounding more or less moves logits by some tenths
+TEXT = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,"
 PROMPTS = [[7, 3, 250, 11, 42, 42, 9], [5], list(range(40)), [7, 3, 250, 1], [99] * 17, list(range(8))]
 
 

@@ -19,6 +19,7 @@ from minserve.bench import (
     ctx_slope,
     decode,
     decode_attention,
+    decode_quant,
     gemv,
     gpu_table,
     inductor,
@@ -28,6 +29,7 @@ from minserve.bench import (
     overhead,
     paged_attention,
     peers,
+    peers_quant,
     prefill,
     prefill_attention,
     prefix,
@@ -39,7 +41,8 @@ from minserve.kernels import INTERPRETED
 
 BENCHES = {
     "roofline": roofline.run,
-    "decode": decode.run,
+    "decode": lambda options: (decode_quant if options.quant else decode).run(options),
+    "decode-quant": decode_quant.run,
     "prefill": prefill.run,
     "prefill-attention": prefill_attention.run,
     "decode-attention": decode_attention.run,
@@ -56,6 +59,7 @@ BENCHES = {
     "linear": linear.run,
     "memory": memory.run,
     "peers": peers.run,
+    "peers-quant": peers_quant.run,
     "inductor": inductor.run,
 }
 
@@ -65,10 +69,15 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--json", type=Path, help="write the report to this file (a folder for `all`, `table`)"
     )
+    parser.add_argument(
+        "--quant", choices=list(decode_quant.SCHEMES), help="`decode` only: quantized weights"
+    )
     only = "`peers` only, to measure it in the same run:"
     parser.add_argument("--vllm-python", help=f"{only} a Python that has vLLM")
     parser.add_argument("--llama-cpp", help=f"{only} the folder of llama.cpp's programs, or its llama-bench")
-    parser.add_argument("--llama-model", help="`peers` only: the model for llama.cpp, a GGUF file")
+    parser.add_argument(
+        "--llama-model", help="the model for llama.cpp, a GGUF file (`peers-quant`: two, by commas)"
+    )
     add_model_arguments(parser)
 
 
@@ -97,4 +106,5 @@ def refusal(args) -> str | None:
         return f"--json {args.json} is a file, and `all` writes one file per benchmark: give a folder"
     if args.json and args.name != "all" and args.json.is_dir():
         return f"--json {args.json} is a folder: give a file, such as {args.json / (args.name + '.json')}"
-    return peers.refusal(args) if args.name in ("peers", "all") else None
+    its_own = {"peers": peers.refusal, "all": peers.refusal, "peers-quant": peers_quant.refusal}
+    return its_own[args.name](args) if args.name in its_own else None

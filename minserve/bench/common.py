@@ -39,6 +39,7 @@ class Options:
     vllm_python: str | None = None  # only `bench peers`, like the next two
     llama_cpp: str | None = None
     llama_model: str | None = None
+    quant: str | None = None  # only `bench decode`: int8 or int4 weights
     tiny: bool = False  # a GPU's cases, made small enough for any machine
     seconds: float | None = None  # what there is for all of it, from `started` on; None: as long as it takes
     started: float = field(default_factory=time.monotonic)
@@ -52,12 +53,14 @@ class Options:
         tiny, seconds = getattr(args, "tiny", False), getattr(args, "seconds", None)
         words += ["--tiny"] if tiny else ["--quick"] if args.quick else []
         words += [f"--seconds {seconds:g}"] if seconds else []
+        quant = getattr(args, "quant", None)
+        words += [f"--quant {quant}"] if quant else []
         others = {key: getattr(args, key, None) for key in ("vllm_python", "llama_cpp", "llama_model")}
         for key, what in zip(others, ("PYTHON", "FOLDER", "FILE.gguf")):  # where it lies is nobody's business
             words += [f"--{key.replace('_', '-')} {what}"] if others[key] else []
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
         quick, command = args.quick or tiny, " ".join(words)
-        return cls(name, command, args.model, dtype, quick, **others, tiny=tiny, seconds=seconds)
+        return cls(name, command, args.model, dtype, quick, **others, quant=quant, tiny=tiny, seconds=seconds)
 
     @property
     def dtype_name(self) -> str:

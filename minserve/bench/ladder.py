@@ -8,9 +8,11 @@
     prefix caching       pages that hold the same beginning are shared
     compiled step        the same, a step being recorded calls of compiled kernels; on a GPU a CUDA graph
     overlap              the next step is scheduled while this one computes
+    INT8, INT4 weights   the compiled step over fewer bytes; what they say differs, and by how much stands in the label
 
 First the rungs must say the same: equal tokens in fp32, where roundings do not change the answer. Only then
-are they timed, alternately, in the dtype this machine is good at.
+are they timed, alternately, in the dtype this machine is good at. Quantized weights are other weights: their rungs must
+say what the first rung says with the same quantized weights.
 Work     32 requests behind one system prompt, answers of many lengths; the first two rungs serve one of them.
          tok/s counts output tokens over the whole time, prompts included. A slow machine makes shorter answers.
          An engine is made before its time starts: recording its steps is part of `bench cold-start`.
@@ -23,24 +25,30 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from minserve.bench.common import Around, Options, add_model_arguments, affordable, label, load, on_gpu
+from minserve.bench.common import TINY, Around, Options, add_model_arguments, affordable, label, load, on_gpu
+from minserve.bench.decode_quant import SCHEMES, bytes_read
 from minserve.bench.workload import PAGE, Work, pool_for, ragged, reserving, serve, uniform
-from minserve.config import ModelConfig
+from minserve.calibration import calibration_text, evaluation_text, quantize_model
+from minserve.config import SHAPES, ModelConfig
 from minserve.engine import LLM
+from minserve.fetch import resolve
 from minserve.kernels import INTERPRETED, native
 from minserve.lab.measure import clock, in_turn
+from minserve.lab.quality import logits_of, quality
 from minserve.lab.report import Report, Row
-from minserve.lab.roofline import Machine, decode_seconds, name_of, prefill_bytes, prefill_flops
+from minserve.lab.roofline import Machine, decode_bytes, decode_flops, name_of, prefill_bytes, prefill_flops
 from minserve.model import Model
 from minserve.pages import PagePool
 from minserve.prefill_decode import generate, generate_without_cache
 from minserve.request import SamplingParams
 from minserve.scheduler import Scheduler, StaticBatching
+from minserve.text import Tokenizer
 
 REQUESTS, SYSTEM, ROOM = 32, 64, 8  # how many, how much they share, how many of the longest the memory holds
 
@@ -51,6 +59,7 @@ class Rung:
     serve: Callable[[Model, Work], tuple[float, list[list[int]]]]  # seconds, and the tokens of every answer
     single: bool = False  # one request at a time: measured on one of them
     shares: bool = False
+    weights: str | None = None  # "int8", "int4"; None: as the model has them
 
 
 def alone(make):
@@ -88,7 +97,13 @@ RUNGS = [
     Rung("prefix caching", together(), shares=True),
     Rung("CUDA graph" if on_gpu() else "compiled step", together(step="graph"), shares=True),
     Rung("overlap" if on_gpu() else "overlap (for a GPU)", together(step="graph", overlap=True), shares=True),
+    Rung("INT8 weights", together(step="graph"), shares=True, weights="int8"),
+    Rung("INT4 weights", together(step="graph"), shares=True, weights="int4"),
 ]
+CALIBRATION, EVALUATION = (
+    8192,
+    1024,
+)  # tokens: less than `minserve quantize` and `bench quality` take, for seconds count
 
 
 def add_arguments(parser) -> None:
@@ -122,11 +137,14 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
     exact = load(options.model, torch.float32)
     small = make_work(exact.config, 6).first(4, 6)
     compare(exact, small)
+    for rung in filter(lambda rung: rung.weights, RUNGS):
+        compare(rounded(options, torch.float32, rung.weights), small.first(2, 3), [RUNGS[1], rung])
     model = exact if options.dtype == torch.float32 else load(options.model, options.dtype)
     if not fixed_dtype and not on_gpu():
         model = quicker(model, exact, small.prompts[0])
     del exact
     options = replace(options, dtype=model.dtype)
+    models, labels = quantized(options, model)
     two = lambda: list(generate(model, small.prompts[0], greedy(2)))
     longest = affordable(two, 4, 8, 8 if options.quick else 40)
     work = make_work(model.config, longest)
@@ -135,19 +153,44 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
         f"{REQUESTS} requests of {min(map(len, work.prompts))}-{max(map(len, work.prompts))} prompt tokens"
     )
     say(f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {answers}, {work.new_tokens:,} new ones")
-    sides = {rung.name: lambda rung=rung: rate(rung, model, one if rung.single else work) for rung in RUNGS}
+    works = {rung: one if rung.single else work for rung in RUNGS}
+    sides = {rung: partial(rate, rung, models[rung.weights], works[rung]) for rung in RUNGS}
     with Around(options) as around:
         each = options.progress("rungs")
         samples = in_turn(sides, warmup=0, repeats=options.repeats, at_most=options.at_most, each=each)
     report = options.report()
     report.where += f", {label(options.model)} in {options.dtype_name}"
     for rung in RUNGS:
-        bound = bound_of(
-            rung, model.config, around.machine, one if rung.single else work, model.dtype.itemsize
-        )
+        size = bytes_read(models[rung.weights])
+        bound = bound_of(rung, model.config, around.machine, works[rung], model.dtype.itemsize, size)
         note = options.note(remark(rung), around.note if rung is RUNGS[-1] else "")
-        report.add(Row(rung.name, "tok/s", samples[rung.name], bound, note=note))
+        report.add(Row(rung.name + labels.get(rung.weights, ""), "tok/s", samples[rung], bound, note=note))
     return report
+
+
+def quantized(options: Options, model: Model) -> tuple[dict[str | None, Model], dict[str, str]]:
+    """{kind: model} with the one given as None; and what each kind adds to its rung's name: its KL from that one."""
+    models, labels = {None: model}, {}
+    kinds = {rung.weights: None for rung in RUNGS if rung.weights}
+    tokenizer = None if options.model in SHAPES | TINY else Tokenizer.load(resolve(options.model))
+    if tokenizer and kinds:
+        text = evaluation_text(tokenizer, 256 if options.quick else EVALUATION)
+        reference = logits_of(model, text)
+    for kind in kinds:
+        say(f"rounding the weights to {kind}")
+        models[kind] = rounded(options, model.dtype, kind, tokenizer)
+        if tokenizer:
+            labels[kind] = f", KL {quality(models[kind], reference, text)[0]:.2g}"
+    return models, labels
+
+
+def rounded(options: Options, dtype, kind: str, tokenizer: Tokenizer | None = None) -> Model:
+    """The model again, its weights rounded to nearest; with a tokenizer, and to 4 bits, by GPTQ."""
+    model, method, text = load(options.model, dtype), "rtn", ()
+    if tokenizer and kind == "int4" and not options.quick:
+        method, text = "gptq", calibration_text(tokenizer, CALIBRATION)
+    quantize_model(model, method, SCHEMES[kind], text, progress=sys.stderr.isatty())
+    return model
 
 
 def remark(rung: Rung) -> str:
@@ -163,17 +206,21 @@ def make_work(config: ModelConfig, longest: int) -> Work:
     return ragged(config.vocab_size, REQUESTS, (8, 32), uniform(4, longest), shared=SYSTEM)
 
 
-def bound_of(rung: Rung, config: ModelConfig, machine: Machine, work: Work, itemsize: int) -> float:
-    """Output tokens per second that no implementation of this rung can exceed."""
+def bound_of(
+    rung: Rung, config: ModelConfig, machine: Machine, work: Work, itemsize: int, size: int
+) -> float:
+    """Output tokens per second that no implementation of this rung can exceed. `size`: bytes of its weights."""
+    saved = config.num_params_read * itemsize - size
     prompts = [len(p) for p in work.prompts]
     if rung.shares:
         prompts = [SYSTEM, *(n - SYSTEM for n in prompts)]
     flops = sum(prefill_flops(config, n, rows=1) for n in prompts)
-    seconds = machine.seconds(prefill_bytes(config, sum(prompts), itemsize), flops)
+    seconds = machine.seconds(prefill_bytes(config, sum(prompts), itemsize) - saved, flops)
     context = sum(prompts) // len(prompts)
     for step in range(1, max(work.lengths)):  # the first token of each comes with its prompt
         alive = sum(n > step for n in work.lengths)
-        seconds += decode_seconds(config, machine, alive, context + step, itemsize)
+        nbytes = decode_bytes(config, alive, context + step, itemsize) - saved
+        seconds += machine.seconds(nbytes, decode_flops(config, alive, context + step))
     return work.new_tokens / seconds
 
 
@@ -181,9 +228,9 @@ def greedy(new: int) -> SamplingParams:
     return SamplingParams(max_tokens=new, ignore_eos=True)
 
 
-def compare(model: Model, work: Work) -> None:
-    """Raises RuntimeError at the first token on which a rung differs from the first rung."""
-    first, *others = RUNGS
+def compare(model: Model, work: Work, rungs: list[Rung] | None = None) -> None:
+    """Raises RuntimeError at the first token on which a rung differs from the first of them."""
+    first, *others = rungs or [rung for rung in RUNGS if not rung.weights]
     _, expected = first.serve(model, work)
     for rung in others:
         for i, (got, should) in enumerate(zip(rung.serve(model, work)[1], expected)):
