@@ -30,7 +30,7 @@ NOT_CORE = set(
 )
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it
 WIDGET = "application/vnd.jupyter.widget-view+json"
-BENCHES = "decode decode-quant prefill step overhead paged-attention batching prefix chunked".split()
+BENCHES = "decode decode-quant prefill step overhead paged-attention batching prefix chunked kv".split()
 GPU_BENCHES = BENCHES + ["prefill-attention", "ctx-slope", "offline"]  # make bench; make gpu has its own list
 CPU_BENCHES = BENCHES + [
     "roofline",

@@ -35,7 +35,7 @@ TINY = replace(  # 6 query / 2 KV heads, head 16, an odd vocabulary, 3 layers
     context=512,
     windows=(),
 )
-COUNTED = ("share", "requests", "GB", "B")  # not timed: the same in every run
+COUNTED = ("share", "requests", "GB", "B", "nats", "ppl")  # not timed: the same in every run
 ROW = ["case", "unit", "samples", "median", "bound", "ratio", "target", "pass", "note"]
 
 

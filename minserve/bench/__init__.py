@@ -23,6 +23,7 @@ from minserve.bench import (
     gemv,
     gpu_table,
     inductor,
+    kv,
     linear,
     memory,
     offline,
@@ -61,6 +62,7 @@ BENCHES = {
     "peers": peers.run,
     "peers-quant": peers_quant.run,
     "inductor": inductor.run,
+    "kv": kv.run,
 }
 
 

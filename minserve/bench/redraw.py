@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from minserve.bench import gpu_table, ladder, linear, peers, step
-from minserve.lab import figures, shares
+from minserve.lab import figures, kv_figures, shares
 from minserve.lab.report import Report
 
 FIGURES = Path("figures")
@@ -72,6 +72,7 @@ def dry(run) -> str:
 
 def main() -> None:
     layout(FIGURES / "03_layout.png")
+    kv_figures.draw(FIGURES / "10_users.png")
     for data, draw, picture in DRAWN:
         if (recorded := FIGURES / "data" / data).is_file():
             draw(Report.load(recorded), FIGURES / picture)
