@@ -114,6 +114,14 @@ def _nearest(x):
 
 
 @triton.jit
+def _nearest_e4m3(x):
+    """The nearest e4m3, ties to even, of |x| <= 448: 3 bits behind the first, but steps of 2**-9 below 2**-6."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000
+    return tl.where(tl.abs(x) < 0.015625, x + 24576.0 - 24576.0, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _write_rows(
     x_ptr, cache_ptr, scales_ptr, slot, mask, LARGEST: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -129,6 +137,8 @@ def _write_rows(
     q = tl.where(sound[:, None], tl.minimum(tl.maximum(q, -LARGEST), LARGEST), 0.0)            # [G, D]
     if cache_ptr.dtype.element_ty == tl.int8:
         q = _nearest(q)
+    else:                                                   # not left to the conversion: interpreted, it loses carries
+        q = _nearest_e4m3(q)
     tl.store(cache_ptr + slot * G * D + i, q.to(cache_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + slot * G + g, scale, mask=(g < G) & (slot >= 0))
 

@@ -27,7 +27,7 @@ Story    notebooks/10_smaller_kv_cache.ipynb
 
 import torch
 
-from minserve.kernels import architecture, on_triton, processors, tl, triton
+from minserve.kernels import architecture, has_matrix_units, on_triton, processors, tl, triton
 from minserve.kernels.decode_attention import LOG2_E, MERGE_TILE, _merge_kernel, splits_for
 from minserve.kernels.kv_quantize import dequantize_rows, read_keys, read_values
 from minserve.kernels.paged_attention import MOST_QUERIES, paged_attention_reference
@@ -132,7 +132,17 @@ def _quantized_decode_kernel(
         sink_tiles = tl.cdiv(tl.minimum(SINKS, begin), STEP)
     tiles = sink_tiles + tl.cdiv(stop - begin, STEP)
     share = tl.cdiv(tiles, splits)
-    for i in range(split * share, tl.minimum((split + 1) * share, tiles)):
+    mine, end = split * share, tl.minimum((split + 1) * share, tiles)
+    if WINDOW is None:                                      # tiles that all queries see in full need no mask
+        full = tl.maximum(mine, tl.minimum(end, tl.maximum(stop if INT4 else first + 1, 0) // STEP))
+        for i in range(mine, full):
+            running_max, running_sum, acc = attend_stored_tile(
+                running_max, running_sum, acc, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, scale,
+                i * STEP, position, limit, oldest, stop - 1,
+                False, INT4, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D,
+            )
+        mine = full
+    for i in range(mine, end):
         start = i * STEP
         if WINDOW is not None:
             start = tl.where(i < sink_tiles, start, begin + (i - sink_tiles) * STEP)
@@ -228,4 +238,7 @@ def attend_in_splits(
 
 
 def tiles(D: int, dtype, arch: str, rows: int, page_size: int | None) -> dict:
-    return quantized_tiles(paged_tiles(D, dtype, arch, rows), page_size)
+    block = quantized_tiles(paged_tiles(D, dtype, arch, rows), page_size)
+    if page_size and not has_matrix_units(dtype, arch):
+        block["num_warps"] = 8  # multiply-adds over a tile as narrow as a page spill with 4
+    return block

@@ -5,7 +5,8 @@
     quantized_tiles      the dense kernel's tile sizes, changed to what a quantized tile wants
 
 paged_attention.attend_page_tile is the same step over pages in 16 bits; here only the loads differ. A scale per key
-multiplies the score, everything else is applied before the dot product, in fp32, and rounded to q's type.
+multiplies its score; everything else is applied before the dot product, in fp32, and rounded to q's type. (A value's
+scale could multiply its weight, but a weight times a scale may be too small for fp16.)
 
 A 4-bit tile lies within one page, whose channels have their scales once: STEP = min(S, BLOCK_N) positions of it. Pages
 of fewer than the 16 positions that `tl.dot` asks for leave the rest of the tile empty.
@@ -51,9 +52,12 @@ def attend_stored_tile(
     j = start + n                                                                              # [N]
     PARTIAL: tl.constexpr = MASKED or STEP < BLOCK_N
     live, mine, seen = (d < D)[None, :], None, None         # [1, D]; all true when D is a power of 2
+    OTHER: tl.constexpr = 0 if PARTIAL else None
     if PARTIAL:
         mine = (j <= newest) & (n < STEP)                                                      # [N]
         if WINDOW is not None:
+            if INT4:                                        # the first to see a page as sealed stands behind it
+                oldest = tl.maximum(oldest, (start // S + 1) * S - WINDOW + 1)
             mine = mine & ((j >= oldest) | (j < SINKS))
         live = live & mine[:, None]                                                            # [N, D]
         seen = (j[None, :] <= limit[:, None]) & mine[None, :]                                  # [R, N]
@@ -61,7 +65,7 @@ def attend_stored_tile(
             seen = seen & ((j[None, :] > position[:, None] - WINDOW) | (j < SINKS)[None, :])
     if INT4:
         HALF: tl.constexpr = D // 2
-        page = tl.load(table_ptr + start // S).to(tl.int64)
+        page = tl.load(table_ptr + start // S, mask=(start + STEP > oldest) | (start < SINKS), other=0).to(tl.int64)
         slot = page * S + j % S                             # [N]; int64: slot * G * D passes 2**31 in a big cache
         at = (slot * G * HALF)[:, None] + (d % HALF)[None, :]                                  # [N, D]
         shift = (d // HALF * 4)[None, :]                    # 4 for the upper half of the channels
@@ -70,18 +74,18 @@ def attend_stored_tile(
         k_least = tl.load(channel + G * D, mask=d < D, other=0.0).to(tl.float32)               # [D]
         k = (k_least[None, :] + _nibbles(k_ptr + at, live, shift) * k_scale[None, :]).to(q.dtype)
         token = v_scales_ptr + slot * G * 2                                                    # [N]
-        v_scale = tl.load(token, mask=mine, other=0.0).to(tl.float32)                          # [N]
-        v_least = tl.load(token + 1, mask=mine, other=0.0).to(tl.float32)                      # [N]
+        v_scale = tl.load(token, mask=mine, other=OTHER).to(tl.float32)                        # [N]
+        v_least = tl.load(token + 1, mask=mine, other=OTHER).to(tl.float32)                    # [N]
         v = (v_least[:, None] + _nibbles(v_ptr + at, live, shift) * v_scale[:, None]).to(q.dtype)
         factor = scale
     else:
-        page = tl.load(table_ptr + j // S, mask=mine, other=0).to(tl.int64)                    # [N]
+        page = tl.load(table_ptr + j // S, mask=mine, other=OTHER).to(tl.int64)                # [N]
         slot = page * S + j % S                                                                # [N]
         at = (slot * G * D)[:, None] + d[None, :]                                              # [N, D]
         k = tl.load(k_ptr + at, mask=live, other=0.0).to(q.dtype)                              # [N, D]
-        v_scale = tl.load(v_scales_ptr + slot * G, mask=mine, other=0.0)                       # [N]
+        v_scale = tl.load(v_scales_ptr + slot * G, mask=mine, other=OTHER)                     # [N]
         v = (tl.load(v_ptr + at, mask=live, other=0.0).to(tl.float32) * v_scale[:, None]).to(q.dtype)
-        factor = (tl.load(k_scales_ptr + slot * G, mask=mine, other=0.0) * scale)[None, :]     # [1, N]
+        factor = (tl.load(k_scales_ptr + slot * G, mask=mine, other=OTHER) * scale)[None, :]   # [1, N]
     return _softmax_step(running_max, running_sum, acc, q, k, v, factor, seen, PARTIAL)
 
 
@@ -109,8 +113,14 @@ def attend_fresh_tile(
 
 
 def quantized_tiles(block: dict, page_size: int | None) -> dict:
-    """`block` as the kernel over 16-bit pages has it; page_size of 4-bit pages, or None."""
+    """`block` as the kernel over 16-bit pages has it; page_size of 4-bit pages, or None.
+
+    8 bits: a decode tile of head 128 takes twice the keys, which are as many bytes, and pays for the softmax half as
+    often. Smaller heads and more rows of queries spill with that.
+    """
     if page_size is None:
+        if block["BLOCK_D"] == 128 and block["num_stages"] > 1 and block.get("BLOCK_R") == 16:
+            block = dict(block, BLOCK_N=128, num_stages=3)
         return dict(block, STEP=block["BLOCK_N"])
     step = min(page_size, block["BLOCK_N"])
     return dict(block, STEP=step, BLOCK_N=max(16, step))
