@@ -32,11 +32,14 @@ import torch
 from minserve.kernels import decode_attention as decode
 from minserve.kernels import (
     gemv,
+    kv_quantize,
     kv_write,
     pack,
     paged_attention,
     paged_prefill,
     prefill_attention,
+    quantized_attention,
+    quantized_prefill,
     rms_norm,
     rope,
     rope_and_write,
@@ -90,7 +93,8 @@ def cases(arch: str, dtype: str) -> list[tuple]:
         for M in (1, gemv.MOST_ROWS_OF_X)
     ]  # fmt: skip
     for D in (64, 128):
-        rows += _head_cases(arch, dtype, x, D) + _paged_cases(arch, dtype, x, D)
+        for more in (_head_cases, _paged_cases, _quantized_cases):
+            rows += more(arch, dtype, x, D)
     return rows
 
 
@@ -155,6 +159,39 @@ def _paged_cases(arch, dtype, x, D):
             (f"paged_decode {D} window", step, step_types, window | one, {}),
             (f"paged_prefill {D} window", chunk, chunk_types, window | block, {}),
         ]
+    return rows
+
+
+def _quantized_cases(arch, dtype, x, D):
+    """Over int8, 4-bit and, where the type exists, fp8 pages; and what fills them. In bf16 all of them."""
+    rows, every = [], dtype == "bf16"
+    kinds = {"int8": "*i8", "int4": "*u8"} | ({"fp8": "*fp8e4nv"} if every and arch != "sm_80" else {})
+    for kind, stored in kinds.items() if every or D == 128 else ():
+        page, factor = (PAGE, "*fp16") if kind == "int4" else (None, "*fp32")
+        fresh, none = f"fresh_k {x} fresh_v {x}", dict(fresh_k_ptr=None, fresh_v_ptr=None, home_ptr=None)
+        pointers = f"q {x} k {stored} v {stored} k_scales {factor} v_scales {factor} {fresh} home *i64"
+        pointers += " pages *i32 starts_q *i32 lengths *i32 out"
+        plain = dict(HEADS, D=D, S=PAGE, WINDOW=None, SINKS=0) | ({} if page else none)
+        step = _types(f"{pointers} *fp32 lse *fp32", "q_stride pages_stride tokens splits")
+        one = quantized_attention.tiles(D, DTYPES[dtype], arch, HEADS["H"] // HEADS["G"], page)
+        kernel = quantized_attention._quantized_decode_kernel
+        rows += [(f"paged_decode {D} {kind}", kernel, step, plain | one, {})]
+        if D == 64:
+            continue
+        chunk = _types(f"{pointers} {x}", "q_stride pages_stride")
+        block = quantized_prefill.tiles(D, DTYPES[dtype], arch, page)
+        if every:
+            kernel = quantized_prefill._quantized_prefill_kernel
+            rows += [(f"paged_prefill {D} {kind}", kernel, chunk, plain | block, {})]
+        if page:
+            full = _types(f"{fresh} starts *i64 pages *i64 k4 *u8 v4 *u8 k_affine *fp16 v_affine *fp16", "")
+            shape = dict(S=PAGE, G=8, HALF=D // 2, BLOCK_HALF=D // 2)
+            rows += [("seal", kv_quantize._seal_kernel, full, shape, {})]
+        else:
+            slots = f"k_cache {stored} v_cache {stored} k_scales *fp32 v_scales *fp32 slots *i64"
+            write = _types(f"k {x} v {x} {slots}", "k_stride v_stride")
+            shape = dict(G=8, D=D, LARGEST=127.0, **kv_quantize.tiles(8, D))
+            rows += [(f"kv_write {kind}", kv_quantize._kv_write_scaled_kernel, write, shape, {})]
     return rows
 
 
@@ -228,12 +265,21 @@ def broken_gates(row: dict) -> list[str]:
         wrong.append(f"{row['spills']} spilled")
     if row["shared"] > SHARED_LIMIT[arch]:
         wrong.append(f"{row['shared']:,} bytes of shared memory, {arch} has {SHARED_LIMIT[arch]:,}")
-    if row["widest"] < 128 and kernel != "pack":  # pack gathers single numbers
+    # pack gathers single numbers; what quantises, or reads 4 bits of 64 channels, takes 64 bits at a time on AMD
+    halves = kernel.startswith(("kv_write ", "seal", "paged_decode 64 int4")) and arch == "gfx942"
+    if row["widest"] < (64 if halves else 128) and kernel != "pack":
         wrong.append(f"widest load is {row['widest']} bits, not 128")
     attention = kernel.startswith(("prefill_attention", "decode_attention", "paged_"))
     streams = attention or kernel.startswith("gemv")
     # Without asynchronous copies a look into the table, 4 bytes, stands beside every two loads of 16 bytes.
-    least = 0.7 if kernel.startswith("paged_decode 64") and arch == "gfx942" else 0.8
+    least = (
+        0.7 if kernel.endswith("int4") or kernel.startswith("paged_decode 64") and arch == "gfx942" else 0.8
+    )
+    if kernel.endswith(
+        ("int8", "fp8")
+    ):  # scales beside every key; values go to mma.sync's registers 8 at a time
+        least = 0.1 if arch == "gfx942" else 0.35  # there keys do, too
+    least = 0.0 if halves else least
     if streams and row["wide"] < least:
         wrong.append(f"only {row['wide']:.0%} of the bytes come in 128-bit loads")
     if attention and row["dtype"] != "fp32" and arch != "sm_75":
