@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from minserve.calibration import HEAD, TOKENS, UNCALIBRATED, calibration_text, quantize_model
+from minserve.calibration import HEAD, TOKENS, UNCALIBRATED, WINDOW, calibration_text, quantize_model
 from minserve.fetch import resolve
 from minserve.model import Model
 from minserve.quantization import QuantLinear, Scheme, pack
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", type=group, default=0, help="inputs that share a scale, or `row`: all of them; "
                         "default: the largest of 128, 64, 32 that fits for 4 bits, row for 8")  # fmt: skip
     parser.add_argument("--asymmetric", action="store_true", help="with zero points; transformers then needs "
-                        "CompressedTensorsConfig(dequantize=True)")  # fmt: skip
+                        "--head 16 and CompressedTensorsConfig(dequantize=True)")  # fmt: skip
     parser.add_argument("--head", type=int, choices=(8, 16), default=8, help="bits of the head; default: 8")
     parser.add_argument("--act-order", action="store_true", help="refused: no file holds its order any more")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of calibration; default: {TOKENS:,}")
@@ -68,7 +68,8 @@ def main(args) -> int:
         batches = ()
         if args.method not in UNCALIBRATED:
             text = args.text and args.text.read_text(encoding="utf-8")
-            batches = calibration_text(Tokenizer.load(folder), args.tokens, text=text)
+            window = min(WINDOW, model.config.context)
+            batches = calibration_text(Tokenizer.load(folder), args.tokens, window, text)
         report = quantize_model(model, args.method, scheme, batches, HEAD if args.head == 8 else None)
         write(model, folder, args.out)
     except (ValueError, FetchError, OSError) as error:

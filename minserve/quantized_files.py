@@ -175,9 +175,10 @@ def read(name: str, layout: Layout, parts: dict, linear: nn.Linear, dtype) -> Qu
 
 def _fields(words, bits: int, count: int):
     """int32 [R, C] -> [R, count] as QuantLinear has them: uint8 of 4 bits, or int8, 128 lower than they are packed."""
-    if bits == 4:
-        return unpack(words, count)
-    return (words.contiguous().view(torch.uint8) ^ 128).view(torch.int8)[:, :count]
+    words = words.clone(
+        memory_format=torch.contiguous_format
+    )  # of one word, a transpose counts as contiguous
+    return unpack(words, count) if bits == 4 else (words.view(torch.uint8) ^ 128).view(torch.int8)[:, :count]
 
 
 def _from_packed(_name, layout: Layout, parts, n: int, k: int):
