@@ -467,39 +467,47 @@ template <class K, class Find, int PARTS_ = 1> struct Rows {
     }
 };
 
+// The online softmax, for R rows of n scores: they become weights, and what was summed up before them shrinks.
+static void soften(float (*scores)[TILE], int n, int R, float* top, float* sum, float (*acc)[MOST_D], int64_t places) {
+    int padded = (n + W - 1) / W * W;
+    for (int r = 0; r < R; r++) {
+        for (int j = n; j < padded; j++) scores[r][j] = -INF;
+        vec most = vec{} + top[r], weights = {};
+        for (int j = 0; j < padded; j += W) {
+            vec s = load(scores[r] + j);
+            most = s > most ? s : most;
+        }
+        float high = largest(most), base = high == -INF ? 0.f : high;          // inf - inf would be NaN
+        for (int j = 0; j < padded; j += W) {
+            vec weight = exp(load(scores[r] + j) - base);
+            store(scores[r] + j, weight);
+            weights += weight;
+        }
+        float shrink = exp(vec{top[r] - base})[0];
+        sum[r] = sum[r] * shrink + total(weights);
+        top[r] = high;
+        for (int64_t d = 0; d < places; d += W) store(acc[r] + d, load(acc[r] + d) * shrink);
+    }
+}
+
 // R heads that share a key head see `count` positions.
 template <int R, class E, class Past>
 static void attend_heads(const E* query, Past& past, int64_t count, int64_t D, E* out) {
     alignas(64) float q[R][MOST_D], acc[R][MOST_D], scores[R][TILE];
     float top[R], sum[R] = {};
+    int64_t places = 0;
     std::fill(top, top + R, -INF);
     for (int r = 0; r < R; r++)
         channels<Past::PARTS>(D, [&](int64_t d, int64_t c, int64_t left) {
             store(q[r] + d, load(query + r * D + c, left) / std::sqrt((float)D));
             store(acc[r] + d, vec{});
+            places = d + W;
         });
     for (int64_t begin = 0; begin < count;) {
-        int n = past.look(begin, count - begin), padded = (n + W - 1) / W * W;
+        int n = past.look(begin, count - begin);
         begin += n;
         past.score(q, n, scores);
-        for (int r = 0; r < R; r++) {                                          // the online softmax
-            for (int j = n; j < padded; j++) scores[r][j] = -INF;
-            vec most = vec{} + top[r], weights = {};
-            for (int j = 0; j < padded; j += W) {
-                vec s = load(scores[r] + j);
-                most = s > most ? s : most;
-            }
-            float high = largest(most), base = high == -INF ? 0.f : high;      // inf - inf would be NaN
-            for (int j = 0; j < padded; j += W) {
-                vec weight = exp(load(scores[r] + j) - base);
-                store(scores[r] + j, weight);
-                weights += weight;
-            }
-            float shrink = exp(vec{top[r] - base})[0];
-            sum[r] = sum[r] * shrink + total(weights);
-            top[r] = high;
-            channels<Past::PARTS>(D, [&](int64_t d, int64_t, int64_t) { store(acc[r] + d, load(acc[r] + d) * shrink); });
-        }
+        soften(scores, n, R, top, sum, acc, places);
         past.weigh(scores, n, acc);
     }
     for (int r = 0; r < R; r++)
