@@ -9,8 +9,8 @@ before gate, up; the rows of v_proj before o_proj (shared by the query heads of 
 down_proj. A norm's weight is rounded to its dtype, and s is what it then really is.
 
 The ends of each group are clipped, by as much as pays: its largest weights are rounded worse and the others better.
-Not clipping is among what is tried, and what was tried last is kept for those rows only that gain by it. So a linear
-never ends worse than rounded to nearest. Every s is judged with its own clipping: in small models that does more than
+A row that does not gain by it is not clipped, and an s that makes one of its linears worse than rounded to nearest is
+not taken: so none is, on the calibration. Every s is judged with its own clipping: in small models that does more than
 s, and the best s without it can be worse than none with it.
 
 Objective    tr((W - W') H (W - W')^T), as in GPTQ: H = sum of x x^T is all that is kept of the calibration
@@ -34,20 +34,24 @@ def scale(layer, feed: Feed, hessian, scheme: Scheme, dtype):
     `dtype` is what scales will be stored in; the linears' weights should be fp32 while they are scaled.
     """
     heads, before = heads_of(layer, feed), layer.get_submodule(feed.before).weight
-    factors = search_factors(feed.weight(layer), hessian, scheme, dtype, heads, before)
+    sizes = [len(layer.get_submodule(name).weight) for name in feed.names]
+    factors = search_factors(feed.weight(layer), hessian, scheme, dtype, heads, before, sizes)
     fold(layer, feed, factors)
     return rescaled(hessian, to_inputs(factors, heads))
 
 
-def search_factors(weight, hessian, scheme: Scheme, dtype=None, heads=None, before=None):
+def search_factors(weight, hessian, scheme: Scheme, dtype=None, heads=None, before=None, sizes=None):
     """fp32 [K / R] for the inputs of weight [N, K]; `heads` (G, R, D): which inputs must share a factor.
 
     `before`: the weight that will be divided. Where it is a norm's, only factors that it can be divided by are tried.
+    `sizes`: rows of each of several linears, of which none may end worse than rounded to nearest.
     """
     heads = heads or (1, 1, weight.shape[1])
     G, R, D = heads
     size = hessian.diagonal().view(G, R, D).mean(1).flatten().sqrt()  # of an activation, [K / R]
     size = torch.where(size > 0, size / size[size > 0].log().mean().exp(), 1.0).clamp(1e-4, 1e4)
+    sizes = sizes or [len(weight)]
+    plain = parts_of(weight, hessian, quantize(weight, scheme, dtype), scheme, sizes)
     best, best_error, behind = None, float("inf"), 0
     for i in range(EXPONENTS + 1):
         factors = size ** (i / EXPONENTS)
@@ -56,13 +60,19 @@ def search_factors(weight, hessian, scheme: Scheme, dtype=None, heads=None, befo
             factors = torch.where(divided != 0, before.float() / divided.float(), 1.0)
         each = to_inputs(factors, heads)
         scaled, its_hessian = weight.float() * each, rescaled(hessian, each)
-        lost = scaled - restore(*clipped(scaled, its_hessian, scheme, dtype or weight.dtype), scheme)
-        error = float(output_error(lost, its_hessian).sum())
-        if error < best_error:
-            best, best_error, behind = factors, error, 0
+        result = clipped(scaled, its_hessian, scheme, dtype or weight.dtype)
+        errors = parts_of(scaled, its_hessian, result, scheme, sizes)
+        if errors.sum() < best_error and (errors <= plain).all():
+            best, best_error, behind = factors, errors.sum(), 0
         elif (behind := behind + 1) == PATIENCE:
             break
     return best
+
+
+def parts_of(weight, hessian, result, scheme: Scheme, sizes: list[int]):
+    """The error of every linear of a stack."""
+    errors = output_error(weight - restore(*result, scheme), hessian)
+    return torch.stack([part.sum() for part in errors.split(sizes)])
 
 
 def rescaled(hessian, each):

@@ -37,9 +37,9 @@ def factors(weight, largest, alpha: float, heads=None):
 
 
 def quantize_tokens(x):
-    """x [M, K] -> (int8 [M, K], scales fp32 [M]), a scale for each row; a row of zeros stays zeros."""
+    """x [.., K] -> (int8 [.., K], scales fp32 [..]), a scale for each row; a row of zeros stays zeros."""
     scales = x.float().abs().amax(-1) / 127
-    q = (x.float() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
+    q = (x.float() / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round()
     return q.clamp(-127, 127).to(torch.int8), scales
 
 
@@ -49,9 +49,9 @@ class W8A8Linear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        qweight, scales, _ = quantize(linear.weight.detach(), Scheme(8))
+        qweight, scales, _ = quantize(linear.weight.detach(), Scheme(8), torch.float32)
         self.register_buffer("qweight", qweight)  # [N, K] int8
-        self.register_buffer("scales", scales[:, 0].float())  # [N]
+        self.register_buffer("scales", scales[:, 0])  # [N]
         self.bias = linear.bias
 
     @property
