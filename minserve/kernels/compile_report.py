@@ -48,6 +48,7 @@ from minserve.kernels import (
     stream,
     triton,
 )
+from minserve.kernels import compile_matmul as matmul
 from minserve.kernels.compile_counts import compile_for, count
 
 TABLE = Path(__file__).parents[2] / "figures" / "data" / "compile_report.json"
@@ -95,6 +96,7 @@ def cases(arch: str, dtype: str) -> list[tuple]:
     for D in (64, 128):
         for more in (_head_cases, _paged_cases, _quantized_cases):
             rows += more(arch, dtype, x, D)
+    rows += matmul.cases(arch, dtype)
     return rows
 
 
@@ -209,7 +211,13 @@ NAIVE = {  # (kernel, what is naive) -> (what differs, the counts on which the t
         dict(unaligned=("k_stride_p", "v_stride_p")), ("wide", "copies"),
     ),
     ("gemv 1", "one row, one number per load"): (dict(ROWS=1, VEC=1), ("widest", "wide", "operations")),
+    **matmul.NAIVE,
 }  # fmt: skip
+WORD_BY_WORD = (
+    "pack",
+    "int4 dequantize",
+    "int8 dequantize",
+)  # single numbers; what these write is the traffic
 LESS_IS_BETTER = ("registers", "spills", "operations")
 
 
@@ -238,9 +246,10 @@ def row_of(arch: str, dtype: str, label: str, unaligned: tuple = (), **changes) 
     """One row of the table, with something changed if asked for."""
     _, kernel, types, constants, options = next(c for c in cases(arch, dtype) if c[0] == label)
     constants = constants | changes
-    weights = constants["ROWS"] * constants["VEC"] if label.startswith("gemv") else None
     compiled = compile_for(arch, kernel, types, constants, options, unaligned)
-    return dict(kernel=label, dtype=dtype, arch=arch, **count(compiled, arch, weights))
+    return dict(
+        kernel=label, dtype=dtype, arch=arch, **count(compiled, arch, matmul.weights_of(label, constants))
+    )
 
 
 def naive_row(arch: str, label: str, what: str) -> dict:
@@ -267,7 +276,7 @@ def broken_gates(row: dict) -> list[str]:
         wrong.append(f"{row['shared']:,} bytes of shared memory, {arch} has {SHARED_LIMIT[arch]:,}")
     # pack gathers single numbers; what quantises, or reads 4 bits of 64 channels, takes 64 bits at a time on AMD
     halves = kernel.startswith(("kv_write ", "seal", "paged_decode 64 int4")) and arch == "gfx942"
-    if row["widest"] < (64 if halves else 128) and kernel != "pack":
+    if row["widest"] < (64 if halves else 128) and kernel not in WORD_BY_WORD:
         wrong.append(f"widest load is {row['widest']} bits, not 128")
     attention = kernel.startswith(("prefill_attention", "decode_attention", "paged_"))
     streams = attention or kernel.startswith("gemv")
@@ -282,9 +291,12 @@ def broken_gates(row: dict) -> list[str]:
     least = 0.0 if halves else least
     if streams and row["wide"] < least:
         wrong.append(f"only {row['wide']:.0%} of the bytes come in 128-bit loads")
-    if attention and row["dtype"] != "fp32" and arch != "sm_75":
+    if row["wide"] < matmul.least_wide(row):
+        wrong.append(f"only {row['wide']:.0%} of the bytes come in 128-bit loads")
+    quantized = " dot " in kernel or kernel.startswith("w8a8")
+    if (attention or quantized) and row["dtype"] != "fp32" and arch != "sm_75":
         # wgmma wants 64 rows; a step of decode has as many only when it verifies drafts
-        hopper = "wgmma" if "prefill" in kernel or "drafts" in kernel else "mma.sync"
+        hopper = "wgmma" if quantized or "prefill" in kernel or "drafts" in kernel else "mma.sync"
         needed = {"sm_80": "mma.sync", "sm_90": hopper, "gfx942": "mfma"}[arch]
         if not row[needed]:
             wrong.append(f"no {needed} instruction")

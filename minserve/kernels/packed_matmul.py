@@ -34,6 +34,10 @@ import torch.nn.functional as F
 from minserve.kernels import architecture, has_matrix_units, processors, tl, triton
 
 GEMV_ROWS, DOT_ROWS, DOT_ROWS_WITHOUT_UNITS = 2, 256, 16
+BLOCK, BLOCK_SUM = (
+    256,
+    1024,
+)  # words per program of the dequantising kernel, numbers per program of the adding one
 WHOLE_ROW = 1 << 30  # a group that is a multiple of every tile
 MAGIC = {4: 0x41800000, 8: 0x43C00000}  # 2^BITS as a float; at 8 bits with the number's top bit turned over
 
@@ -83,8 +87,11 @@ def _gemv_kernel(
     row_ptr = words_ptr + (n.to(tl.int64) * words_stride)[:, None, None]                       # [ROWS, 1, 1]
     mine = n < N                                                                               # [ROWS]
 
-    # What do I carry?  One sum per lane, row of the weight and row of x.
+    # What do I carry?  One sum per lane, row of the weight and row of x; a row's only scale, if it has just one.
     sums = (tl.zeros([ROWS, LANES], tl.float32),) * M
+    if Q == 1:
+        scale = tl.load(scales_ptr + n, mask=mine, other=0.0).to(tl.float32)[:, None]          # [ROWS, 1]
+        zero = _zero(zeros_ptr, n[:, None], mine[:, None], BITS)
 
     # What do I read?  My rows once, their scales once per lane; x beside them.
     for start in range(0, W, LANES * WORDS):
@@ -98,10 +105,11 @@ def _gemv_kernel(
         else:
             words = (tl.reshape(words[0], [ROWS, LANES]),)
         k = (start + lane * WORDS) * PER                                                       # [LANES]
-        at = n[:, None].to(tl.int64) * Q + (k // GROUP)[None, :]                               # [ROWS, LANES]
-        live = mine[:, None] & (k < K)[None, :]
-        scale = tl.load(scales_ptr + at, mask=live, other=0.0).to(tl.float32)                  # [ROWS, LANES]
-        zero = _zero(zeros_ptr, at, live, BITS)
+        if Q > 1:
+            at = n[:, None].to(tl.int64) * Q + (k // GROUP)[None, :]                           # [ROWS, LANES]
+            live = mine[:, None] & (k < K)[None, :]
+            scale = tl.load(scales_ptr + at, mask=live, other=0.0).to(tl.float32)              # [ROWS, LANES]
+            zero = _zero(zeros_ptr, at, live, BITS)
         new = ()
         for m in tl.static_range(M):
             dot = tl.zeros([ROWS, LANES], tl.float32)
@@ -247,7 +255,7 @@ def by_dot(bits: int, x, words, scales, zeros, group: int | None, bias, splits: 
         BITS=bits, K=K, GROUP=group_of(group, K), **block,
     )  # fmt: skip
     if splits > 1:
-        _add_splits_kernel[(triton.cdiv(M * N, 1024),)](parts, out, M * N, splits, BLOCK=1024)
+        _add_splits_kernel[(triton.cdiv(M * N, BLOCK_SUM),)](parts, out, M * N, splits, BLOCK=BLOCK_SUM)
     return out
 
 
@@ -255,9 +263,9 @@ def by_dense(bits: int, x, words, scales, zeros, group: int | None, bias):
     K, N = x.shape[1], len(words)
     weight = torch.empty((N, K), dtype=x.dtype, device=x.device)
     if weight.numel():
-        _dequantize_kernel[(N, triton.cdiv(words.shape[1], 256))](
+        _dequantize_kernel[(N, triton.cdiv(words.shape[1], BLOCK))](
             words, scales, zeros, weight, words.stride(0), MAGIC[bits],
-            BITS=bits, K=K, GROUP=group_of(group, K), BLOCK=256,
+            BITS=bits, K=K, GROUP=group_of(group, K), BLOCK=BLOCK,
         )  # fmt: skip
     return F.linear(x, weight, bias)
 
