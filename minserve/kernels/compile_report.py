@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from minserve.kernels import compile_matmul as matmul
 from minserve.kernels import decode_attention as decode
 from minserve.kernels import (
     gemv,
@@ -48,7 +49,6 @@ from minserve.kernels import (
     stream,
     triton,
 )
-from minserve.kernels import compile_matmul as matmul
 from minserve.kernels.compile_counts import compile_for, count
 
 TABLE = Path(__file__).parents[2] / "figures" / "data" / "compile_report.json"
