@@ -31,14 +31,16 @@ NOT_CORE = set(
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it
 WIDGET = "application/vnd.jupyter.widget-view+json"
 BENCHES = "decode decode-quant prefill step overhead paged-attention batching prefix chunked kv".split()
-GPU_BENCHES = BENCHES + ["prefill-attention", "ctx-slope", "offline"]  # make bench; make gpu has its own list
+GPU_BENCHES = BENCHES + ["prefill-attention", "ctx-slope", "offline", "matmul"]  # make bench; make gpu has its own list
 CPU_BENCHES = BENCHES + [
     "roofline",
     "cold-start",
     "linear",
+    "matmul",
     "memory",
     "peers",
     "inductor",
+    "quality",
 ]  # what a machine without a GPU has something to say about
 
 

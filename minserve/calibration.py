@@ -64,6 +64,7 @@ class Quantized:
     bytes_before: int
     bytes_after: int = 0
     seconds: float = 0.0
+    layers: list[float] = field(default_factory=list)  # seconds of each
     losses: list[Loss] = field(default_factory=list)
 
     def __str__(self):
@@ -93,7 +94,7 @@ def quantize_model(
     walk = Walk(model, batches) if calibrated else None
     rounding = dict(act_order=act_order, damping=damping)
     for i, layer in enumerate(tqdm(model.layers, f"{method} {scheme}", unit="layer", disable=not progress)):
-        seen = walk.observe(layer) if walk else {}
+        began, seen = time.perf_counter(), walk.observe(layer) if walk else {}
         made: dict[str, nn.Module] = {}
         if method in FOLDING:
             set_weights(layer, {name: layer.get_submodule(name).weight.float() for name in LINEARS})
@@ -110,6 +111,7 @@ def quantize_model(
             walk.advance(layer)
         for name, linear in made.items():
             layer.set_submodule(name, linear)
+        done.layers.append(time.perf_counter() - began)
     if head:
         quantize_head(model, head)
     done.bytes_after, done.seconds = held_bytes(model), time.perf_counter() - start

@@ -25,6 +25,7 @@ from minserve.bench import (
     inductor,
     kv,
     linear,
+    matmul,
     memory,
     offline,
     overhead,
@@ -34,6 +35,7 @@ from minserve.bench import (
     prefill,
     prefill_attention,
     prefix,
+    quality,
     roofline,
     step,
 )
@@ -58,11 +60,13 @@ BENCHES = {
     "gemv": gemv.run,
     "step": step.run,
     "linear": linear.run,
+    "matmul": matmul.run,
     "memory": memory.run,
     "peers": peers.run,
     "peers-quant": peers_quant.run,
     "inductor": inductor.run,
     "kv": kv.run,
+    "quality": quality.run,
 }
 
 
