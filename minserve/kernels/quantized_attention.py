@@ -121,10 +121,9 @@ def _quantized_decode_kernel(
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)                                             # [R, D]
 
     # What do I read?  My share of the stored tiles, sinks first; then the page of the query, if it is fresh.
-    stop, limit = length, position                          # positions below are stored; a row sees up to its limit
+    stop = length                                           # positions below are stored
     if INT4:
         stop = tl.maximum(length - 1, 0) // S * S
-        limit = position // S * S - 1
     begin, oldest, sink_tiles = 0, 0, 0
     if WINDOW is not None:
         oldest = tl.maximum(first - WINDOW + 1, 0)
@@ -138,7 +137,7 @@ def _quantized_decode_kernel(
         for i in range(mine, full):
             running_max, running_sum, acc = attend_stored_tile(
                 running_max, running_sum, acc, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, scale,
-                i * STEP, position, limit, oldest, stop - 1,
+                i * STEP, position, position, oldest, stop - 1,
                 False, INT4, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D,
             )
         mine = full
@@ -148,7 +147,7 @@ def _quantized_decode_kernel(
             start = tl.where(i < sink_tiles, start, begin + (i - sink_tiles) * STEP)
         running_max, running_sum, acc = attend_stored_tile(
             running_max, running_sum, acc, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, scale,
-            start, position, limit, oldest, stop - 1,
+            start, position, position, oldest, stop - 1,
             True, INT4, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D,
         )
     if INT4:

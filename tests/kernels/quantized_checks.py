@@ -3,6 +3,7 @@
 A slot that no query reads has a scale that is NaN, and so has a page; tokens between the rows' fresh ones are NaN.
 """
 
+import pytest
 import torch
 from kernel_checks import DEVICE, NAN, close, moat_int, randn, starts, wide
 from paged_checks import NOWHERE, seen_by_row
@@ -13,11 +14,13 @@ KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 
 
 def rows_of_all_kinds(T, G, D, dtype=torch.float32, seed=0):
-    """Random rows, and among them: constant, all zeros, one outlier, -0.0, one NaN."""
+    """Random rows, and among them: constant, all zeros, one outlier, -0.0, ties, one NaN."""
     x = randn(T, G, D, dtype=dtype, seed=seed)
     x[0], x[1, 0] = 100.0, 0.0
     x[2, 0], x[2, -1, 0], x[3, 0, -1] = -0.0, 1e4, 1e4
     x[4, -1, 1] = NAN
+    for g, ties in ((0, [127, 0.5, 1.5, -2.5]), (-1, [448, 1.0625, 1.1875, -1.0625])):
+        x[5, g, :4] = torch.tensor(ties, dtype=dtype)
     return x
 
 
@@ -28,27 +31,25 @@ def check_write(module, kind="int8", T=6, G=2, D=24, dtype=torch.float32, seed=0
     slots = moat_int(torch.tensor([8, 3, 5, -1, 0, 7, *range(9, 3 + T)], device=DEVICE)[:T])
     results = []
     for write in (module.kv_write_scaled, module.kv_write_scaled_reference):
-        caches = [
-            torch.full((T + 6, G, D), 77, dtype=torch.uint8, device=DEVICE).view(KINDS[kind]) for _ in (0, 1)
-        ]
-        scales = [torch.full((T + 6, G), 3.0, device=DEVICE) for _ in (0, 1)]
-        write(k, v, *caches, *scales, slots)
-        results.append((caches, scales))
-    for got, expected in zip(*(scales for _, scales in results)):
+        stored = [torch.full((T + 8, G, D), 77, dtype=torch.uint8, device=DEVICE) for _ in (0, 1)]
+        scales = [torch.full((T + 8, G), 3.0, device=DEVICE) for _ in (0, 1)]
+        write(
+            k, v, *(x.view(KINDS[kind])[2:] for x in stored), *(x[2:] for x in scales), slots
+        )  # room before slot 0
+        results.append([x.view(KINDS[kind]).float() for x in stored] + scales)
+    for got, expected in zip(*results):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    for got, expected in zip(*(caches for caches, _ in results)):
-        assert torch.equal(got.float(), expected.float())  # -0.0 is 0.0
 
 
 def check_seal(module, S=8, G=2, D=24, dtype=torch.float32, seed=0):
     """Pages out of the midst of fresh tokens; one entry that is skipped."""
-    k, v = (rows_of_all_kinds(4 * S + 9, G, D, dtype, seed + i).roll(7, 0) for i in (0, 1))
-    k[20 % len(k), 0, 2] = NAN
+    k, v = (rows_of_all_kinds(4 * S + 9, G, D, dtype, seed + i).roll(1, 0) for i in (0, 1))
+    k[3 : 3 + S, 0, 1], v[3], v[2 * S + 5, 0] = 100.0, 100.0, 0.0
     at, pages = torch.tensor([3, 1, 2 * S + 5], device=DEVICE), torch.tensor([4, -1, 1], device=DEVICE)
     results = []
     for seal in (module.seal, module.seal_reference):
-        sealed = empty_pages(6, S, G, D, fill=77)
-        seal(k, v, moat_int(at), moat_int(pages.int() if seed else pages), *sealed)
+        sealed = empty_pages(8, S, G, D, fill=77)  # room before page 0
+        seal(k, v, moat_int(at), moat_int(pages.int() if seed else pages), *(x[2:] for x in sealed))
         results.append(sealed)
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
@@ -157,3 +158,23 @@ def check_prefill(module, kind, queries, lengths, window=None, sinks=0, **shape)
     got = run(q, *cache, *fresh, *plan, max(queries), window, sinks)
     assert expected.isfinite().all()
     close(got[: sum(queries)], expected)
+
+
+def check_far_slots(module, S=16, G=16, D=64):
+    """Slots beyond 2**31 bytes. Room before the cache takes the reads of a kernel that counts in 32 bits."""
+    P = 2**31 // (S * G * D) + 3
+    cache = _far(2 * P, S, G, D)[P:]
+    cache[-3:] = (randn(3, S, G, D) * 40).to(torch.int8)
+    scales = torch.full((P, S, G), NAN, device=DEVICE)
+    scales[-3:] = randn(3, S, G).abs()
+    pages = torch.tensor([[P - 1, P - 3]], dtype=torch.int32, device=DEVICE)
+    plan = pages, starts([1]), torch.tensor([S + 5], dtype=torch.int32, device=DEVICE)
+    case = randn(1, G, D), cache, cache, scales, scales, *plan
+    close(module.scaled_decode(*case, 1, S + 5), module.scaled_attention_reference(*case))
+
+
+def _far(*shape):
+    try:
+        return torch.empty(shape, dtype=torch.int8, device=DEVICE)  # 4.3 GB; only what is touched is real
+    except RuntimeError as error:
+        pytest.skip(f"no room for the test: {error}")

@@ -287,6 +287,11 @@ def test_large_scores_and_more_splits_than_one_tile_of_them(kind):
     quantized.check_prefill(quantized_prefill, kind, [40], [70], size=20.0)
 
 
+@needs_kernel
+def test_slots_beyond_two_to_the_31():
+    quantized.check_far_slots(quantized_attention)
+
+
 # ---------------------------------------------------------------- chunks
 @needs_kernel
 @kinds
