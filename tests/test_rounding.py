@@ -7,6 +7,7 @@ from wrong_versions import wrong_version
 
 from minserve.calibration import quantize_model
 from minserve.config import ModelConfig, RopeConfig
+from minserve.engine import LLM
 from minserve.lab import figures, quantization_figures, rounding
 from minserve.lab.quality import logits_of, quality
 from minserve.model import Model
@@ -153,6 +154,15 @@ def test_steps_are_timed(model):
     decode, prompt = rounding.step_seconds(model, rows=3, prompt=5, new=4)
     assert 0 < decode < 60 and 0 < prompt < 60
     assert len(rounding.work_seconds(model, (1, 2), prompt=20)) == 3
+
+
+def test_slow_steps_are_not_waited_for(model, monkeypatch):
+    engines = []
+    monkeypatch.setattr(
+        rounding, "LLM", lambda *args, **more: engines.append(LLM(*args, **more)) or engines[-1]
+    )
+    rounding.step_seconds(model, rows=2, prompt=4, new=40, at_most=0)
+    assert [len(llm.log) for llm in engines] == [3, 3]
 
 
 # ---------------------------------------------------------------- figures

@@ -18,6 +18,7 @@ scale_and_zero and weight_of answer the exercises for one group and one word; th
 Story    notebooks/09_quantization.ipynb
 """
 
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -50,6 +51,11 @@ def weight_of(word: int, j: int, zero: int, scale: float) -> float:
 def rounded(weight, scheme: Scheme):
     """fp32 [N, K]: what is left of it; scales in bf16, as a model would store them."""
     return restore(*quantize(weight, scheme, torch.bfloat16), scheme)
+
+
+def to_nearest(scheme: Scheme) -> Callable:
+    """The change that rounds every weight, for Trials.quality."""
+    return lambda name, weight: rounded(weight, scheme)
 
 
 def sweep(weight, schemes) -> tuple[list[float], list[float]]:
@@ -160,14 +166,19 @@ def work_seconds(model: Model, batches, prompt: int = 512) -> list[float]:
     return [*decode, step_seconds(model, 1, prompt=prompt, new=2)[1]]
 
 
-def step_seconds(model: Model, rows: int, prompt: int = 8, new: int = 16) -> tuple[float, float]:
-    """(median seconds of a decode step of `rows` requests, seconds of the step with their prompts)."""
-    llm = LLM(model, num_pages=rows * (prompt + new) // 16 + 2 * rows, max_running=rows,
-              token_budget=rows * prompt, prefix_caching=False)  # fmt: skip
+def step_seconds(model: Model, rows: int, prompt: int = 8, new: int = 16, at_most: float = 3.0):
+    """(median seconds of a decode step of `rows` requests, seconds of the step with their prompts).
+
+    Two runs, of which the first warms up; each ends after `at_most` seconds, but not before two decode steps.
+    """
     asked = SamplingParams(max_tokens=new, ignore_eos=True)
-    prompts = [[(i + j) % model.config.vocab_size for j in range(prompt)] for i in range(rows)]
-    for _ in range(2):  # the first run warms up
-        llm.log.clear()
-        llm.generate(prompts, asked)
+    for _ in range(2):
+        llm = LLM(model, num_pages=rows * (prompt + new) // 16 + 2 * rows, max_running=rows,
+                  token_budget=rows * prompt, prefix_caching=False)  # fmt: skip
+        for i in range(rows):
+            llm.add([(i + j) % model.config.vocab_size for j in range(prompt)], asked)
+        start = time.perf_counter()
+        while llm.outputs and (len(llm.log) < 3 or time.perf_counter() - start < at_most):
+            llm.step()
     first, *steps = (record.total for record in llm.log)
     return median(steps), first
