@@ -88,8 +88,9 @@ static void attend_scaled(const E* q, const int8_t* k_cache, const int8_t* v_cac
                           int64_t sinks) {
     int64_t shift = __builtin_ctzll(S);
     attend_rows(q, lengths, out, B, H, G, D, window, sinks, 2 * (D + 4), [=](int64_t b, int64_t g, auto at) {
+        const int32_t* table = tables + b * table_stride;
         auto find = [=](int64_t i, const int8_t*& key, const int8_t*& value, float& k_scale, float& v_scale) {
-            int64_t p = at(i), page = tables[b * table_stride + (p >> shift)], row = (page * S + (p & (S - 1))) * G + g;
+            int64_t p = at(i), page = table[p >> shift], row = (page * S + (p & (S - 1))) * G + g;
             key = k_cache + row * D, k_scale = k_scales[row];
             value = v_cache + row * D, v_scale = v_scales[row];
         };
@@ -111,11 +112,11 @@ struct Range {
 };
 struct Extremes {
     vec low = vec{} + INF, high = vec{} - INF;
-    ivec nans = {};
+    ivec broken = {};
     void see(vec x) {
         low = x < low ? x : low;
         high = x > high ? x : high;
-        nans |= x != x;
+        broken |= x != x;
     }
 };
 
@@ -134,7 +135,7 @@ static void seal(const E* fresh_k, const E* fresh_v, const int64_t* starts, cons
             auto range = [&](int64_t c) {
                 Extremes seen;
                 for (int64_t s = 0; s < S; s++) seen.see(load(fresh(fresh_k, s) + c, half - d));
-                Range found(seen.low, seen.high, seen.nans);
+                Range found(seen.low, seen.high, seen.broken);
                 put(scales + c, (ivec)found.scale, half - d);
                 put(minima + c, (ivec)found.minimum, half - d);
                 return found;
@@ -259,11 +260,12 @@ static void attend_int4(const E* q, const uint8_t* k4, const uint8_t* v4, const 
                         int64_t S, int64_t table_stride, int64_t window, int64_t sinks) {
     int64_t shift = __builtin_ctzll(S), half = D / 2;
     attend_rows(q, lengths, out, B, H, G, D, window, sinks, D, [=](int64_t b, int64_t g, auto at) {
+        const int32_t* table = tables + b * table_stride;
         int64_t first = (lengths[b] - 1) & -S;                                 // of the page that the query stands in
         auto find = [=](int64_t i, const uint8_t*& key, const uint8_t*& value, const uint16_t*& range, uint32_t& pair) {
             int64_t p = at(i);
             if (p >= first) return false;
-            int64_t page = tables[b * table_stride + (p >> shift)], row = (page * S + (p & (S - 1))) * G + g;
+            int64_t page = table[p >> shift], row = (page * S + (p & (S - 1))) * G + g;
             key = k4 + row * half, value = v4 + row * half, range = k_affine + (page * 2 * G + g) * D;
             pair = v_affine[2 * row] | (uint32_t)v_affine[2 * row + 1] << 16;
             return true;
