@@ -122,9 +122,9 @@ static void multiply(const Laid<B>& laid, int64_t t, const Quantized& w, const f
         int64_t whole = w.held / B::HELD;
         for (int64_t s = 0; s < whole; s++) step(s, B::HELD);
         if (whole < laid.steps) step(whole, w.held - whole * B::HELD);
-        for (int r = 0; r < R && n + r < end; r++)
+        for (int r = 0; r < std::min<int64_t>(R, end - n); r++)
             for (int m = 0; m < M; m++) {
-                vec y = {total(sums[r][m]) + (bias ? load(bias + n + r, 1)[0] : 0.f)};
+                vec y = {total(sums[r][m]) + (bias ? number(bias[n + r]) : 0.f)};
                 store(out + (t + m) * w.N + n + r, y, 1);
             }
     }
@@ -148,14 +148,14 @@ static void linear_vectors(const E* x, const Quantized& w, const E* bias, E* out
             store(scales + i, scale);
             if (shifts) store(shifts + i, scale * ((float)B::MIDDLE - load((const typename B::zero*)w.zeros + at, left)));
         }
-        auto some = [&](auto rows) __attribute__((always_inline)) {
+        auto take = [&](auto rows) __attribute__((always_inline)) {
             constexpr int M = decltype(rows)::value, R = std::max(1, std::min(4, REGISTERS / 2 / M));
             for (; t + M <= T; t += M) multiply<B, M, R>(laid, t, w, scales, shifts, bias, out, n, end);
         };
-        some(std::integral_constant<int, 8>{});
-        some(std::integral_constant<int, 4>{});
-        some(std::integral_constant<int, 2>{});
-        some(std::integral_constant<int, 1>{});
+        take(std::integral_constant<int, 8>{});
+        take(std::integral_constant<int, 4>{});
+        take(std::integral_constant<int, 2>{});
+        take(std::integral_constant<int, 1>{});
     }
 }
 

@@ -4,6 +4,12 @@
     linear_int4     x [T, K], qweight [N, ceil(K/8)] int32, scales and zeros [N, Q]      -> [T, N]
 
 Arguments as in kernels/int8_matmul.py and int4_matmul.py, all without gaps, x float32 or bfloat16.
+
+Few rows    integers become fp32 in registers, each read once for up to eight rows of x: what bounds it is memory
+Matrix unit for bf16 from five rows on, where K and the groups are multiples of 32: 32 rows of the weight at a time
+            become bf16 in the cache. A scale a row: exact integers, their sums scaled. A scale a group: the weight is
+            rounded to bf16 first, as if it had been stored so
+A row's result depends on the rows beside it only by which of the two roads their number takes.
 Story    notebooks/09_quantization.ipynb
 """
 
@@ -31,5 +37,5 @@ class WeightOps:
         (T, K), N = x.shape, len(qweight)
         out = torch.empty((T, N), dtype=x.dtype)
         wide = scales.dtype == torch.float32
-        self._call(who, (x, qweight, scales, zeros, bias, out), T, N, K, min(group or K, K), wide)
+        self._call(who, (x, qweight, scales, zeros, bias, out), T, N, K, max(1, min(group or K, K)), wide)
         return out

@@ -164,11 +164,11 @@ MUTATIONS = {
         ("empty rows not written", "memset(to, 0, heads * D * sizeof(E))", "(void)0"),
     ],
     tiles: [
-        ("bias forgotten", "sums[tile][t] + (bias ? load(bias + row) : vec{})", "sums[tile][t]"),
+        ("bias forgotten", "sums[tile][t] * scale + (bias ? load(bias + row) : vec{})", "sums[tile][t] * scale"),
         ("not transposed", "turn_over(sums[tile]);", ""),
         ("the last row forgotten", "std::min(i, N - 32)", "std::min(i, N - 33)"),
         ("the first tokens again", "ours + (K + k) * 16", "ours + k * 16"),
-        ("upper rows twice", "lower = upper + 16 * K", "lower = upper"),
+        ("upper rows twice", "panel.at(k) + 16 * panel.row", "panel.at(k)"),
         ("tokens that are not there", "std::min<int64_t>(16, T - first)", "std::min<int64_t>(16, T + 1 - first)"),
         ("half of each pair", "k + 2 * p, 4)", "k + 2 * p, 2)"),
     ],
