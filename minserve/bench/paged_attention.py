@@ -5,6 +5,7 @@
 Pages are shuffled. On a GPU both sides are kernels, replayed from a CUDA graph over buffers beyond L2; on a CPU ours
 is the gathered path of paged_attention.py and the other side is PyTorch's SDPA over a padded contiguous cache.
 A chunk row is a prefill of 2,048 tokens (256 on a CPU) behind a longer past: flops per second.
+Quantized keys and values: how many times faster than over 16 bits (a CPU's C++ kernels; fp8 only on a GPU).
 Story    notebooks/05_paged_attention.ipynb
 """
 
@@ -19,8 +20,10 @@ from minserve.bench.common import Around, Options, attention_heads, device, on_g
 from minserve.bench.kernel import kernel_samples
 from minserve.bench.workload import PAGE
 from minserve.kernels.decode_attention import decode_attention
+from minserve.kernels.native import Native, usable
 from minserve.kernels.paged_attention import paged_decode
 from minserve.kernels.paged_prefill import paged_prefill
+from minserve.kernels.quantized_attention import int4_decode, scaled_decode
 from minserve.lab.report import Report, Row, quantity
 from minserve.lab.roofline import name_of
 from minserve.paged_attention import Gathered, reader
@@ -37,6 +40,7 @@ GPU_CASES = [  # lengths, share of the bandwidth worth reaching
     ([4096] * 8, 0.72),
     ([32768], 0.70),
 ]
+QUANTIZED = {"fp8": 0.58, "int8": 0.62, "int4": None}  # of the time over 16 bits, worth reaching on a GPU
 CPU_CASES = [
     ([512] * 8, None),
     ([256] * 32, None),
@@ -52,6 +56,7 @@ def run(options: Options) -> Report:
         for case, its in options.shares(cases(options)):
             measured.append((case, *decode_samples(its, case.lengths, *heads)))
         chunk, chunk_notes = chunk_samples(options, new, past, *heads)
+        quantized = quantized_samples(options, *heads)
     shape = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {name_of(options.dtype)}"
     for i, (case, nbytes, samples, notes) in enumerate(measured):
         moved = options.note(around.note) if i == 0 else ""
@@ -62,6 +67,10 @@ def run(options: Options) -> Report:
     rates, target = [flops / s for s in chunk["paged"]], 0.50 if options.gpu_cases else None
     case = f"{shape}, chunk of {new:,} after {past:,}: paged"
     report.add(Row(case, "FLOP/s", rates, around.machine.flops, target, "; ".join(chunk_notes)))
+    for kind, (case, ratios, bound) in quantized.items():
+        wanted = QUANTIZED[kind] if options.gpu_cases else None
+        target = 1 / wanted / bound if wanted else None
+        report.add(Row(f"{shape}, {case}: {kind} / 16 bits", "x", ratios, bound, target))
     return report
 
 
@@ -174,3 +183,59 @@ def chunk_samples(options: Options, new: int, past: int, heads: int, kv_heads: i
 
     nbytes = 2 * (past + new) * kv_heads * head_dim * options.dtype.itemsize
     return kernel_samples(options, {"paged": paged}, buffers, nbytes)
+
+
+def quantized_samples(options: Options, heads: int, kv_heads: int, head_dim: int) -> dict:
+    """{kind: (case, how many times faster than the same keys at 16 bits, how many times fewer bytes)}"""
+    native = None if options.gpu_cases or usable() else Native()
+    if native is None and not options.gpu_cases:
+        return {}
+    lengths = [8192] * 32 if on_gpu() else [48] * 2 if options.quick or options.tiny else [2048] * 8
+    (batch, pages), B, longest = step_of([(n - 1, 1) for n in lengths]), len(lengths), max(lengths)
+    plan, home = (
+        (batch.tables, batch.starts, batch.lengths, 1, longest),
+        PAGE * torch.arange(B, device=device()),
+    )
+    here, (G, D) = dict(device=device()), (kv_heads, head_dim)
+    kinds = [kind for kind in QUANTIZED if kind != "fp8" or options.gpu_cases]
+
+    def buffers():
+        q, k, v = (
+            torch.randn(n, **here).to(options.dtype) for n in [(B, heads, D)] + [(pages, PAGE, G, D)] * 2
+        )
+        small = [torch.randint(-40, 40, k.shape, dtype=torch.int8, **here) for _ in "kv"]
+        scales = [torch.rand(k.shape[:3], **here) / 64 for _ in "kv"]
+        packed = [torch.randint(256, (pages, PAGE, G, D // 2), dtype=torch.uint8, **here) for _ in "kv"]
+        affine = [torch.rand(shape, **here).half() for shape in ((pages, 2, G, D), (pages, PAGE, G, 2))]
+        fresh = [x[:B].flatten(0, 1) for x in (k, v)]
+        return q, (k, v), (*small, *scales), (*packed, *affine, *fresh, home)
+
+    def plain(q, cache, *_):
+        return native.attend(q, *cache, *plan[::2][:2]) if native else paged_decode(q, *cache, *plan)
+
+    def scaled(dtype):
+        def run(q, _, cache, __):
+            k, v, *scales = (x.view(dtype) if x.dtype is torch.int8 else x for x in cache)
+            return (
+                native.attend_scaled(q, *cache, *plan[::2][:2])
+                if native
+                else scaled_decode(q, k, v, *scales, *plan)
+            )
+
+        return run
+
+    def int4(q, _, __, cache):
+        return native.attend_int4(q, *cache, *plan[::2][:2]) if native else int4_decode(q, *cache, *plan)
+
+    sides = {"fp8": scaled(torch.float8_e4m3fn), "int8": scaled(torch.int8), "int4": int4}
+    row, size = 2 * G * sum(lengths), options.dtype.itemsize  # numbers of one channel, bytes
+    nbytes = {"16": row * D * size, "fp8": row * (D + 4), "int8": row * (D + 4)}
+    sealed = row * (D // 2 + 2 * D / PAGE + 2) * (1 - PAGE / longest)
+    nbytes["int4"] = sealed + 2 * G * PAGE * B * D * size
+    sides = {"16": plain} | {kind: sides[kind] for kind in kinds}
+    samples, _ = kernel_samples(options, sides, buffers, nbytes["16"])
+    case = str(Case(lengths))
+    ratios = {
+        kind: [a / b for a, b in zip(samples["16"], samples[kind])] for kind in kinds if kind in samples
+    }
+    return {kind: (case, ratios[kind], nbytes["16"] / nbytes[kind]) for kind in ratios}
