@@ -1,5 +1,7 @@
 """Notebook 09's experiments and figures: a model is put back as it was, and what is drawn is what was measured."""
 
+import json
+
 import matplotlib.pyplot as plt
 import pytest
 import torch
@@ -144,6 +146,21 @@ def test_dense_keeps_a_bias_and_the_inputs_order():
     x = torch.randn(3, 16)
     expected = holder.one(x)
     assert torch.allclose(rounding.dense(holder).one(x), expected, atol=1e-5)
+
+
+def test_what_was_recorded_is_read(tmp_path):
+    assert "bench quality" in rounding.recorded(tmp_path / "x.json")[0]
+    rows = [("INT8: 0.005 nats / KL", 1.0), ("full: perplexity", 9.0)]
+    rows += [
+        ("INT4: KL", 0.25),
+        ("INT4: perplexity", 12.5),
+        ("INT4: weights held", 3e6),
+        ("INT4: greedy", 0.5),
+    ]
+    data = {"where": "here", "rows": [{"case": case, "median": median} for case, median in rows]}
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    head, line = rounding.recorded(tmp_path / "x.json")
+    assert "here" in head and line.split() == ["INT4", "0.2500", "12.50", "3", "50%"]
 
 
 def test_what_a_step_reads(model):

@@ -9,6 +9,7 @@
     sweep(weight, schemes)         bits per weight and relative error of each
     integers_everywhere(model)     W8A8 in place, with or without SmoothQuant's migration
     dense(model)                   packed weights as plain ones again, in place
+    recorded(path)                 what `bench quality` wrote, a line for each model
     read_bytes(model)              what a decode step reads of the weights
     step_seconds(model, rows)      one decode step of the engine, and the step that reads the prompts
     work_seconds(model, batches)   decode steps of several batches, and a prompt of 512 tokens
@@ -18,8 +19,10 @@ scale_and_zero and weight_of answer the exercises for one group and one word; th
 Story    notebooks/09_quantization.ipynb
 """
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -153,6 +156,20 @@ def dense(model: Model) -> Model:
             made.bias = one.bias
             model.set_submodule(name, made)
     return model
+
+
+def recorded(path: Path) -> list[str]:
+    """What `bench quality` wrote there, a line for each model."""
+    if not path.exists():
+        return [f"nothing recorded yet: python -m minserve bench quality --json {path.name}"]
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rows = {row["case"]: row["median"] for row in report["rows"]}
+    lines = [f"{'recorded: ' + report['where']:<40}    KL  perplexity    MB  equal greedy tokens"]
+    for name in (case.removesuffix(": KL") for case in rows if case.endswith(": KL")):
+        kinds = "KL", "perplexity", "weights held", "greedy"
+        kl, perplexity, held, equal = (rows[f"{name}: {kind}"] for kind in kinds)
+        lines.append(f"{name:<40}{kl:6.4f}{perplexity:12.2f}{held / 1e6:6.0f}{equal:21.0%}")
+    return lines
 
 
 # ---------------------------------------------------------------- its steps
