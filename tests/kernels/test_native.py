@@ -489,7 +489,9 @@ def test_built_once_then_loaded_without_a_compiler(tools, tmp_path, capfd):
     tools.setenv("PATH", "")
     native_build.build(TINY, folder)
     assert not capfd.readouterr().err
-    with pytest.raises(native_build.Unavailable, match="no C\\+\\+ compiler"):  # another source is another library
+    with pytest.raises(
+        native_build.Unavailable, match="no C\\+\\+ compiler"
+    ):  # another source is another library
         native_build.build(TINY + "\n", folder)
     assert [*folder.iterdir()] == [library]
 

@@ -1,4 +1,4 @@
-"""Wrong versions of native_quant.cpp, rejected by the checks that the right one passes: see test_native_mutations.py."""
+"""Wrong versions of native_quant.cpp, rejected by the checks that the right one passes (test_native_mutations.py)."""
 
 from concurrent.futures import ThreadPoolExecutor
 
