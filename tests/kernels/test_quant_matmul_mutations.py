@@ -17,7 +17,7 @@ def gemv(module):
     module.processors = lambda _: 1  # 2 rows per program for 10, 4 for 18
     checks.check_packed(module, "by_gemv", 4, 2, 10, 300, 32)
     checks.check_packed(module, "by_gemv", 8, 1, 7, 72, 16, zeros=False, bias=False)
-    checks.check_packed(module, "by_gemv", 4, 1, 18, 1100, 8, dtype=torch.float16)
+    checks.check_packed(module, "by_gemv", 4, 1, 18, 1100, 8, zeros=False, dtype=torch.float16)
 
 
 def dot(module):
