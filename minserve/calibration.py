@@ -87,8 +87,11 @@ def quantize_model(
     model: Model, method: str, scheme: Scheme, batches=(), head: Scheme | None = HEAD, *,
     act_order: bool = False, damping: float = 0.01, alpha: float = 0.5, progress: bool = True,
 ) -> Quantized:  # fmt: skip
-    """Quantize in place. `batches`: token lists (see calibration_text), which only "rtn" and "w8a8" do without."""
-    check(model, method, batches)
+    """Quantize in place. `batches`: token lists (see calibration_text), which only "rtn" and "w8a8" do without.
+
+    Raises ValueError. Where it names a layer, those before it are quantized already: load the model anew.
+    """
+    check(model, method, scheme, batches, act_order)
     start, calibrated = time.perf_counter(), method not in UNCALIBRATED
     done = Quantized(method, scheme, sum(map(len, batches)) if calibrated else 0, held_bytes(model))
     walk = Walk(model, batches) if calibrated else None
@@ -180,9 +183,13 @@ def held_bytes(model: Model) -> int:
     return sum(x.numel() * x.element_size() for x in [*model.parameters(), *model.buffers()])
 
 
-def check(model: Model, method: str, batches) -> None:
+def check(model: Model, method: str, scheme: Scheme, batches, act_order: bool) -> None:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+    if act_order and method != "gptq":
+        raise ValueError(f"act-order is the order in which gptq rounds columns; {method} has none")
+    if method in ("w8a8", "smoothquant") and scheme != Scheme(8):
+        raise ValueError(f"{method} multiplies int8 per channel, symmetric: pass Scheme(8), not {scheme}")
     if any(isinstance(module, QuantLinear | W8A8Linear) for module in model.modules()):
         raise ValueError(
             "this model is quantized already, and rounding twice only loses more: start from the full one"

@@ -85,7 +85,7 @@ def check_whole_model(module):
             model = tiny()
             embedding, held = model.embed_tokens.weight.clone(), module.held_bytes(model)
             report = module.quantize_model(
-                model, method, scheme, batches(), act_order=act_order, progress=False
+                model, method, scheme, batches(), act_order=act_order and method == "gptq", progress=False
             )
             layers = [m for name, m in model.named_modules() if name.endswith("_proj")]
             assert len(layers) == 21 and all(m.scheme == scheme for m in layers)
@@ -253,13 +253,15 @@ def test_a_wrong_version_is_noticed(what, right, wrong, check):
 
 
 # ---------------------------------------------------------------- refused
-def refuse(words, model=None, method="gptq", scheme=INT4, text=None):
+def refuse(words, model=None, method="gptq", scheme=INT4, text=None, **more):
     with pytest.raises(ValueError, match=words):
-        calibration.quantize_model(model or tiny(), method, scheme, text or batches(), progress=False)
+        calibration.quantize_model(model or tiny(), method, scheme, text or batches(), progress=False, **more)
 
 
 def test_refused_with_the_way_out():
     refuse("'gguf'.*rtn, gptq, awq", method="gguf")
+    refuse("awq has none", method="awq", act_order=True)
+    refuse("pass Scheme.8., not int4 g8", method="smoothquant")
     refuse("10 calibration tokens cannot tell 24 inputs", text=[[1] * 10])
     refuse("65 tokens does not fit the context of 64", text=[[1] * 65])
     model = tiny()
@@ -324,7 +326,7 @@ def two_layers(smollm):
         model.config = replace(model.config, num_layers=2, windows=(None, None))
         return model
 
-    return get, calibration_text(Tokenizer.load(smollm), 4096)
+    return get, calibration_text(Tokenizer.load(smollm), 2048)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
