@@ -68,6 +68,7 @@ def test_tuned_beats_naive(made, arch, label, what):
     ("paged_decode 128", "pages anywhere", "128-bit"),
     ("gemv 1", "one row, one number per load", "128-bit"),
     ("gemv 1", "one row, one number per load", "widest load is 16 bits"),
+    ("int4 gemv 1", "one row, one word per load", "128-bit"),
 ])  # fmt: skip
 def test_a_naive_row_would_break_the_gates(made, label, what, complaint):
     _, naive = pair_of(made, "sm_90", label, what)
@@ -197,8 +198,9 @@ def test_a_bad_choice_breaks_its_gate(arch, dtype, complaint, changes):
 def test_a_table_without_matrix_instructions_is_refused():
     """fp32 has none on NVIDIA: the same row under the name of a 16-bit type must not pass."""
     for arch, needed in (("sm_80", "mma.sync"), ("sm_90", "wgmma")):
-        row = report.row_of(arch, "fp32", "prefill_attention 64") | dict(dtype="fp16")
-        assert any(f"no {needed}" in text for text in report.broken_gates(row))
+        for label in ("prefill_attention 64", "int4 dot 16"):
+            row = report.row_of(arch, "fp32", label) | dict(dtype="fp16")
+            assert any(f"no {needed}" in text for text in report.broken_gates(row))
 
 
 @pytest.mark.parametrize("D", [24, 80, 96, 256])
