@@ -196,7 +196,7 @@ class Promise:
 
 def goodput(report: Report, options: Options, model, case: str) -> None:
     prompt, new, few, count = (
-        (8, 6, 2, 4) if options.quick else (512, 128, 16, 64) if on_gpu() else (64, 64, 4, 24)
+        (8, 6, 2, 4) if options.quick else (512, 128, 16, 64) if on_gpu() else (64, 64, 4, 20)
     )
     tokens = prompt + new
     work = [random_prompt(model.config, prompt)] * count, SamplingParams(max_tokens=new, ignore_eos=True)
@@ -206,7 +206,7 @@ def goodput(report: Report, options: Options, model, case: str) -> None:
     first, each = alone(engines[None], work)
     promise = Promise(TTFT * first, ITL * each)
     most = few / (first + new * each)  # requests/s, if none slowed another
-    rates = [most * 2 ** (k / 4) for k in range(-8, 9)]
+    rates = [most * 2 ** (k / 4) for k in range(-7, 7)]
     found = {kind: [] for kind in KINDS}
     for seed in range(SEEDS):
         for kind, llm in engines.items():
