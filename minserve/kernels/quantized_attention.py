@@ -19,7 +19,8 @@ Pages that a chunk fills are sealed before it attends.
 How      The dequantisation is a tile's last step before the dot product. A key's scale is one factor for its whole row
          of scores, so it multiplies the score: int8 and e4m3 are exact in 16 bits. A 4-bit key's scale belongs
          to a channel: a tile lies within one page and reads the page's two rows of channels once. Channels d and
-         d + D/2 ask for the same byte; the second time it comes from the cache.
+         d + D/2 ask for the same byte; the second time it comes from the cache. A tile of a small page
+         does the work of a softmax for few positions: pages of 64 cost the least.
 Cost     As paged_attention, over 2 * G * (D + 4) bytes per position at 8 bits, 2 * G * (D/2 + 2 D / S + 2) at 4.
 Sources  KIVI, Liu et al. 2024 (arXiv:2402.02750).
 Story    notebooks/10_smaller_kv_cache.ipynb
