@@ -63,9 +63,8 @@ def test_the_definitions_equal_pytorchs_own_kernels(M=3, N=32, K=128):
 def test_gemv(bits, N, K, group, dtype, monkeypatch):
     """One processor: 4 rows per program from N = 13 on, 2 from 7 on; the interpreter's 16 would get 1 each."""
     monkeypatch.setattr(packed, "processors", lambda _: 1)
-    for M, zeros in ((1, True), (2, False)):
-        kind = dict(zeros=zeros, bias=N % 2, dtype=dtype, seed=M)
-        checks.check_packed(packed, "by_gemv", bits, M, N, K, group, **kind)
+    M, zeros = (2, False) if dtype == torch.float32 else (1, True)
+    checks.check_packed(packed, "by_gemv", bits, M, N, K, group, zeros=zeros, bias=N % 2, dtype=dtype, seed=M)
 
 
 @needs_kernel
