@@ -20,9 +20,10 @@ Rows     M = 1 or 2     _gemv_kernel. A thread loads 16 bytes of a row, 32 or 16
                         over k does not mind the order. Weights are rounded to x.dtype, their products are not.
                         K is cut until there are 2 programs per processor; _add_splits_kernel adds the pieces, in
                         order, so a result does not depend on who finished first.
-         beyond         _dequantize_kernel, 2 N K bytes for as long as the product takes, then F.linear.
+         beyond         _dequantize_kernel, N K numbers of x.dtype for as long as the product takes, then F.linear.
 Cost     N * K * (BITS / 8 + 2 / GROUP) bytes; at M = 1 on 132 processors at 4.8 TB/s there is time for 3 instructions
          per 4-bit weight. DOT_ROWS follows from counting instructions; `python -m minserve bench matmul` measures it.
+Limits   An infinite x gives NaN in the GEMV, where the definition may give inf: its sums of f x and of x are subtracted.
 Sources  Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), sec. 3: integers to floats by or-ing bits.
          Stream-K, Osama et al. 2023 (arXiv:2301.03598), on cutting K.
 Story    notebooks/09_quantization.ipynb
@@ -34,10 +35,7 @@ import torch.nn.functional as F
 from minserve.kernels import architecture, has_matrix_units, processors, tl, triton
 
 GEMV_ROWS, DOT_ROWS, DOT_ROWS_WITHOUT_UNITS = 2, 256, 16
-BLOCK, BLOCK_SUM = (
-    256,
-    1024,
-)  # words per program of the dequantising kernel, numbers per program of the adding one
+BLOCK, BLOCK_SUM = 256, 1024  # words that a program dequantises; numbers that a program sums over the splits
 WHOLE_ROW = 1 << 30  # a group that is a multiple of every tile
 MAGIC = {4: 0x41800000, 8: 0x43C00000}  # 2^BITS as a float; at 8 bits with the number's top bit turned over
 
