@@ -23,7 +23,7 @@ Rows     M = 1 or 2     _gemv_kernel. A thread loads 16 bytes of a row, 32 or 16
          beyond         _dequantize_kernel, N K numbers of x.dtype for as long as the product takes, then F.linear.
 Cost     N * K * (BITS / 8 + 2 / GROUP) bytes; at M = 1 on 132 processors at 4.8 TB/s there is time for 3 instructions
          per 4-bit weight. DOT_ROWS follows from counting instructions; `python -m minserve bench matmul` measures it.
-Limits   An infinite x gives NaN in the GEMV, where the definition may give inf: its sums of f x and of x are subtracted.
+Limits   An infinite x gives NaN in the GEMV, where the definition may give inf: sums of f x and of x are subtracted.
 Sources  Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), sec. 3: integers to floats by or-ing bits.
          Stream-K, Osama et al. 2023 (arXiv:2301.03598), on cutting K.
 Story    notebooks/09_quantization.ipynb
