@@ -136,14 +136,12 @@ class CallList:
     """The CPU's graph: native calls with ready arguments, in order."""
 
     def __init__(self, run, ops):
-        self.set_threads = ops.set_threads
         with ops.recording() as self.calls:
             self.results = run()
+        self.play = ops.replay(self.calls)
 
     def __call__(self) -> tuple:
-        self.set_threads()
-        for function, arguments, _ in self.calls:
-            function(*arguments)
+        self.play()
         return self.results
 
 

@@ -41,14 +41,14 @@ def test_every_native_call_of_a_step_is_heard_and_nothing_is_changed(model, kind
     monkeypatch.setattr(clocks, "watched", lambda f, part, seconds: lambda *a: (heard.append(part), f(*a)))
     ops = side.ops
     functions = dict(ops._functions)
-    recorded = [one.replay.calls for one in getattr(side.compute, "steps", {}).values()]
+    recorded = [one.replay.play for one in getattr(side.compute, "steps", {}).values()]
     with torch.inference_mode():
         alone = side.compute(side.batch)[0].clone()
         with clocks.timed(side.compute, {}):
             assert torch.equal(side.compute(side.batch)[0], alone)
     assert ops._functions == functions
-    for one, calls in zip(getattr(side.compute, "steps", {}).values(), recorded):
-        assert one.replay.calls is calls
+    for one, play in zip(getattr(side.compute, "steps", {}).values(), recorded):
+        assert one.replay.play is play
     layers = TINY.num_layers
     assert heard.count("weights") == 4 * layers + 1 and heard.count("attention") == layers
     assert heard.count("sampling") == 1 and heard.count("small ops") == 2 + 4 * layers

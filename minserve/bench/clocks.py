@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch.autograd import DeviceType
@@ -51,18 +52,23 @@ def timed(compute, seconds: dict[str, float]):
         yield
         return
     functions, recorded = model.ops._functions, [s.replay for s in getattr(compute, "steps", {}).values()]
-    before, lists = dict(functions), [one.calls for one in recorded]
+    before, plays = dict(functions), [one.play for one in recorded]
     for (name, dtype), f in before.items():
         functions[name, dtype] = watched(f, NATIVE.get(name, "small ops"), seconds)
     with_clock = {id(f): functions[key] for key, f in before.items()}
     for one in recorded:
-        one.calls = [(with_clock[id(f)], *rest) for f, *rest in one.calls]
+        one.play = partial(one_by_one, [(with_clock[id(f)], arguments) for f, arguments, _ in one.calls])
     try:
         yield
     finally:
         functions.update(before)
-        for one, calls in zip(recorded, lists):
-            one.calls = calls
+        for one, play in zip(recorded, plays):
+            one.play = play
+
+
+def one_by_one(calls) -> None:
+    for function, arguments in calls:
+        function(*arguments)
 
 
 def watched(function, part: str, seconds: dict[str, float]):

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -561,9 +562,26 @@ static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t
 }
 
 // ---------------------------------------------------------------- what Python calls
+// A kernel called with arguments that were written down, 8 bytes each whatever they are.
+template <class... A> static void again(void (*kernel)(A...), const int64_t* from) {
+    auto next = [&](auto* kind) {
+        std::remove_pointer_t<decltype(kind)> x;
+        memcpy(&x, from++, sizeof x);
+        return x;
+    };
+    std::apply(kernel, std::tuple<A...>{next((A*)nullptr)...});                // in braces: from left to right
+}
+typedef void (*Again)(const int64_t*);
 // Variables that hold the addresses of the kernels, as templates have no names that C knows.
-#define EXPORT(NAME) auto NAME##_float32 = &NAME<float>; auto NAME##_bfloat16 = &NAME<bf16>;
+#define EXPORT_AS(NAME, TYPE, E)                                                     \
+    auto NAME##_##TYPE = &NAME<E>;                                                   \
+    Again NAME##_##TYPE##_again = [](const int64_t* from) { again(&NAME<E>, from); };
+#define EXPORT(NAME) EXPORT_AS(NAME, float32, float) EXPORT_AS(NAME, bfloat16, bf16)
 extern "C" {
+// A recorded step: all of its calls, in order.
+void replay(int64_t calls, const Again* kernels, const int64_t* const* arguments) {
+    for (int64_t i = 0; i < calls; i++) kernels[i](arguments[i]);
+}
 EXPORT(embed)
 EXPORT(rms_norm)
 EXPORT(add_rms_norm)

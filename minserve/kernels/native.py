@@ -18,7 +18,7 @@ Each checks what can be checked without reading values: positions, slots and pag
 
 Recording   A call is a C function and numbers: addresses and sizes. Inside `with ops.recording() as calls` they
             are also written down, and `for f, args, _ in calls: f(*args)` does the same work on the same memory:
-            what a CUDA graph is to a GPU.
+            what a CUDA graph is to a GPU. replay(calls) does it in C++, where a call costs no Python.
 Build       kernels/native_build.py, the first time somebody asks.
 Threads     torch.get_num_threads(), asked at every call.
 """
@@ -26,6 +26,7 @@ Threads     torch.get_num_threads(), asked at every call.
 import contextlib
 import ctypes
 import functools
+import struct
 
 import torch
 
@@ -46,6 +47,7 @@ SIGNATURES = {  # p: pointer, i: int64, f: float
     **native_quant.SIGNATURES,
     **native_kv.SIGNATURES,
 }
+PACKED = str.maketrans({"p": "q", "i": "q", "f": "f4x"})  # 8 bytes each
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_CHANNELS = 512  # of a head, as in native.cpp
@@ -69,13 +71,14 @@ class Native(native_quant.WeightOps, native_kv.KVOps):
         compiled = compiled or library()
         self._threads, self._calls = ctypes.c_int.in_dll(compiled, "threads"), None
         self.matrix_units = bool(compiled.matrix_units())  # linear takes bf16 to them
-        self._functions = {
-            (name, dtype): ctypes.CFUNCTYPE(None, *(TYPES[c] for c in signature))(
-                ctypes.c_void_p.in_dll(compiled, f"{name}_{suffix}").value
-            )
-            for name, signature in SIGNATURES.items()
-            for dtype, suffix in DTYPES.items()
-        }
+        address = lambda name: ctypes.c_void_p.in_dll(compiled, name).value
+        self._replay, self._functions = compiled.replay, {}
+        self._replay.argtypes, self._replay.restype = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p), None
+        for name, signature in SIGNATURES.items():
+            for dtype, suffix in DTYPES.items():
+                kind = ctypes.CFUNCTYPE(None, *(TYPES[c] for c in signature))
+                function = self._functions[name, dtype] = kind(address(f"{name}_{suffix}"))
+                function.again, function.signature = address(f"{name}_{suffix}_again"), signature
 
     @contextlib.contextmanager
     def recording(self):
@@ -86,6 +89,21 @@ class Native(native_quant.WeightOps, native_kv.KVOps):
             yield calls
         finally:
             self._calls = before
+
+    def replay(self, calls: list):
+        """A function that makes all the calls of a recording again, at the cost of one."""
+        packed = [
+            struct.pack("=" + f.signature.translate(PACKED), *(x or 0 for x in its)) for f, its, _ in calls
+        ]
+        lines = [ctypes.create_string_buffer(line, len(line)) for line in packed]
+        kernels = (ctypes.c_void_p * len(calls))(*(f.again for f, *_ in calls))
+        arguments = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, lines))
+
+        def run(kept=(lines, calls)):  # what the addresses point to
+            self.set_threads()
+            self._replay(len(kernels), kernels, arguments)
+
+        return run
 
     def set_threads(self) -> None:
         """As many as torch uses now: every fresh call does this itself, a replay has to ask for it."""
