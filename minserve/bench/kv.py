@@ -274,7 +274,7 @@ def kept(llm: LLM, work, times: list[float], promise: Promise) -> bool:
                 on_time = now - first[output] <= (len(output.tokens) - 1) * promise.each
             late |= set() if on_time else {output}
         late |= {output for output, came in waiting.items() if now - came > promise.first}
-        if len(late) > (1 - MET) * len(times):
+        if len(times) - len(late) < MET * len(times):
             llm.close()
             return False
     return True
