@@ -1,7 +1,9 @@
 """What quantized weights cost in quality: KL from the full model, perplexity, and what it goes on to say.
 
-    KL            mean over positions of the evaluation text, in nats (lab.quality); no calibration has seen it
-    perplexity    of the same text
+    KL            mean over positions of the evaluation text, in nats (lab.quality); no calibration has seen it.
+                  Weights as they are stored, computed in fp32: so it is theirs alone. What 16-bit arithmetic does to
+                  the full model is a row of its own, to hold it against
+    perplexity    of the same text, in fp32
     weights held  bytes of the whole model, embedding included
     layer         seconds to quantize one
     greedy        20 prompts continued greedily: the share of tokens equal to the full model's, position by position
@@ -17,10 +19,10 @@ from dataclasses import dataclass, field
 
 from minserve import fetch
 from minserve.bench.common import TINY, Options, clean_up, label, load, random_prompt
-from minserve.calibration import calibration_text, evaluation_text, held_bytes, quantize_model
+from minserve.calibration import TOKENS, calibration_text, evaluation_text, held_bytes, quantize_model
 from minserve.config import SHAPES
 from minserve.engine import LLM
-from minserve.lab.quality import WINDOW, logits_of, quality
+from minserve.lab.quality import WINDOW, divergence_of, logits_of, quality
 from minserve.lab.report import Report, Row
 from minserve.quantization import Scheme
 from minserve.request import SamplingParams
@@ -28,7 +30,7 @@ from minserve.smoothquant import W8A8Linear
 from minserve.text import Tokenizer
 
 INT8_KL, PROMPT, NEW = 0.005, 48, 24
-CALIBRATION, EVALUATION, PROMPTS = 16_384, 4096, 20
+EVALUATION, PROMPTS = 4096, 20
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,25 @@ def run(options: Options) -> Report:
     report = options.report()
     texts = Texts.of(options)
     model = load(options.model, options.dtype)
-    reference, full = logits_of(model, texts.evaluation), continuations(model, texts.prompts)
+    held, full, name = held_bytes(model), continuations(model, texts.prompts), label(options.model)
+    sixteen = logits_of(model, texts.evaluation)
+    reference = logits_of(model.float(), texts.evaluation)
     _, perplexity = quality(model, reference, texts.evaluation)
-    name = f"{label(options.model)} {options.dtype_name}"
     report.add(Row(f"{name}: perplexity", "ppl", [perplexity]))
-    report.add(Row(f"{name}: weights held", "B", [held_bytes(model)]))
+    report.add(Row(f"{name}: weights held", "B", [held]))
+    noise = [divergence_of(*pair) for pair in zip(reference, sixteen)]
+    report.add(Row(f"{name}, computed in {options.dtype_name}: KL", "nats", noise))
+    del sixteen
     said, divergence = {name: full}, {}
     for done, (case, _) in enumerate(options.shares(CASES, least=4), 1):
         del model
         clean_up()
         model = load(options.model, options.dtype)
         its = quantize_model(model, case.method, case.scheme, texts.calibration, progress=False, **case.more)
-        kl, perplexity = quality(model, reference, texts.evaluation)
-        said[case.name], divergence[case.name] = continuations(model, texts.prompts), kl
+        said[case.name] = continuations(model, texts.prompts)
+        divergence[case.name], perplexity = quality(model.float(), reference, texts.evaluation)
         equal = [sum(a == b for a, b in zip(*pair)) / len(pair[0]) for pair in zip(full, said[case.name])]
-        report.add(Row(f"{case.name}: KL", "nats", [kl], note=" ".join(str(its).split())))
+        report.add(Row(f"{case.name}: KL", "nats", [divergence[case.name]], note=" ".join(str(its).split())))
         report.add(Row(f"{case.name}: perplexity", "ppl", [perplexity]))
         report.add(Row(f"{case.name}: weights held", "B", [its.bytes_after]))
         report.add(Row(f"{case.name}: layer", "s", its.layers))
@@ -105,7 +111,7 @@ class Texts:
 
     @classmethod
     def of(cls, options: Options) -> "Texts":
-        tokens, windows = (512, 1) if options.quick else (EVALUATION, CALIBRATION // WINDOW)
+        tokens, windows = (512, 1) if options.quick else (EVALUATION, TOKENS // WINDOW)
         many = 4 if options.quick else PROMPTS
         if options.model in SHAPES | TINY:
             ids = random_prompt((SHAPES | TINY)[options.model], max(tokens, many * PROMPT))

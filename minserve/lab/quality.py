@@ -31,12 +31,19 @@ def quality(model: Model, reference: Model | list, tokens: list[int]) -> tuple[f
     for i, start in enumerate(range(0, len(tokens), WINDOW)):
         ids = tokens[start : start + WINDOW]
         its = _logits(reference, ids) if isinstance(reference, Model) else reference[i]
-        p, q = (x.float().log_softmax(-1) for x in (its, _logits(model, ids)))
-        divergence += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        mine = _logits(model, ids)
+        divergence += divergence_of(its, mine) * len(ids)
+        q = mine.float().log_softmax(-1)
         follows = torch.tensor(ids[1:], device=q.device)
         surprise -= float(q[:-1].gather(1, follows[:, None]).sum(dtype=torch.float64))
         predicted += len(follows)
     return divergence / len(tokens), math.exp(surprise / predicted)
+
+
+def divergence_of(reference, logits) -> float:
+    """Mean KL of the rows of logits [n, V] from the reference's."""
+    p, q = (x.float().log_softmax(-1) for x in (reference, logits))
+    return float((p.exp() * (p - q)).sum(-1).mean(dtype=torch.float64))
 
 
 def _logits(model: Model, ids: list[int]):
