@@ -17,11 +17,10 @@ from minserve.engine import Engine
 from minserve.fetch import FetchError, resolve
 from minserve.model import Model
 from minserve.pages import pages_for
+from minserve.quantized_cache import KINDS, page_for
 from minserve.request import SamplingParams
 from minserve.text import Tokenizer
 from minserve.weights import DTYPES, load
-
-PAGE = 16  # tokens: what the prefix cache can share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model folder or a hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=list(KINDS), help="a smaller KV cache; default: the model's own"
+    )
     parser.add_argument(
         "--max-tokens", type=int, help="longest answer, in tokens; default: until the model stops"
     )
@@ -69,11 +71,19 @@ class Answer:
 class Conversation:
     """The messages so far, and an engine of one seat whose prefix cache has seen most of them."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, messages: list[dict] | None = None):
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        messages: list[dict] | None = None,
+        kv_cache_dtype: str | None = None,
+    ):
         self.tokenizer, self.messages = tokenizer, messages or []
+        page = page_for(kv_cache_dtype)
         self.engine = Engine(
-            model, tokenizer, num_pages=pages_for(model.config.context, PAGE), page_size=PAGE, max_running=1
-        )
+            model, tokenizer, num_pages=pages_for(model.config.context, page), max_running=1,
+            kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
 
     def ask(self, question: str, params: SamplingParams, emit, stopped=lambda: False) -> Answer:
         """Answer one message, calling emit(text) as it becomes certain, until stopped() between two tokens.
@@ -131,7 +141,7 @@ def start(args) -> Conversation:
     folder = resolve(args.model)
     model = load(folder, DTYPES[args.dtype] if args.dtype else None, device)
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    return Conversation(model, Tokenizer.load(folder), messages)
+    return Conversation(model, Tokenizer.load(folder), messages, args.kv_cache_dtype)
 
 
 def turn(conversation: Conversation, question: str, params: SamplingParams, stats: bool) -> bool:

@@ -40,7 +40,7 @@ from minserve.model import Model
 from minserve.output import Output
 from minserve.pages import PagePool, pages_for
 from minserve.prefill_decode import tokens_to_make
-from minserve.quantized_cache import cache_for
+from minserve.quantized_cache import cache_for, page_for
 from minserve.request import Request, SamplingParams, Status, check_vocabulary, seed_of
 from minserve.sampler import Sampler
 from minserve.scheduler import Plan, QueueFull, Scheduler
@@ -82,7 +82,7 @@ class Engine:
         Raises ValueError for limits that exclude each other, and for a step that the model cannot take.
         """
         config, device = model.config, model.device
-        page_size = page_size or (64 if kv_cache_dtype == "int4" else 16)
+        page_size = page_size or page_for(kv_cache_dtype)
         num_pages = num_pages or default_pages(model, page_size, kv_cache_dtype)
         window = None if None in config.windows else max(config.windows)
         self.model, self.tokenizer = model, tokenizer

@@ -261,6 +261,11 @@ def fresh(config, tokens: int, like):
     return [untouched(shape, like.dtype, like.device) for _ in "kv"]
 
 
+def page_for(kind: str | None) -> int:
+    """The usual page: 16 tokens. int4's are 64, for the keys of a page share their scales."""
+    return 64 if kind == "int4" else 16
+
+
 def cache_for(kind: str | None, *arguments, seats: int, tokens: int) -> PagedCache:
     """A cache of that kind, None for the model's own numbers. Raises ValueError for a kind there is not."""
     if kind is None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from minserve.chat import PAGE, Conversation
+from minserve.chat import Conversation
 from minserve.prefill_decode import generate
 from minserve.request import SamplingParams
 from minserve.text import Tokenizer
@@ -17,6 +17,7 @@ from minserve.weights import load
 
 pytestmark = pytest.mark.slow  # processes and whole commands: left out of `make quick`
 
+PAGE = 16
 CHAT = [sys.executable, "-m", "minserve", "chat"]
 
 
@@ -49,6 +50,15 @@ def test_second_turn_reuses_the_cache_and_changes_no_token(parts):
     assert first.reused == 0 and second.reused == kept > 0, "the prompt and the answer were kept"
     expected = answer_of(parts, [m for m in conversation.messages if m is not conversation.messages[-1]], 12)
     assert second.text == expected
+
+
+@pytest.mark.parametrize("kind, page", [("int8", 16), ("int4", 64)])
+def test_a_smaller_cache_keeps_the_conversation_too(parts, kind, page):
+    conversation, messages = Conversation(*parts, kv_cache_dtype=kind), "Count from one to forty."
+    first = conversation.ask(messages, SamplingParams(max_tokens=64), str)
+    second = conversation.ask("Again.", SamplingParams(max_tokens=4), str)
+    assert conversation.engine.cache.kind == kind
+    assert second.reused == (first.prompt + first.tokens - 1) // page * page > 0
 
 
 def test_a_bad_question_leaves_the_conversation_as_it_was(parts):
