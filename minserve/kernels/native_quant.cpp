@@ -243,7 +243,58 @@ static void linear_int4(const E* x, const int32_t* q, const void* scales, const 
     linear_quantized<Nibbles>(x, w, bias, out, T);
 }
 
+// ---------------------------------------------------------------- the weight itself
+// Columns k .. end - 1 of a row, which share a scale and a zero.
+template <class E> static void unpack(const int8_t* row, int64_t k, int64_t end, float zero, float scale, E* to) {
+    for (; k < end; k += W) store(to + k, (load(row + k, end - k) - zero) * scale, end - k);
+}
+template <class E> static void unpack(const int32_t* row, int64_t k, int64_t end, float zero, float scale, E* to) {
+    for (; k < end; k += 2 * W) {
+        int64_t n = std::min<int64_t>(2 * W, end - k);
+        uint8_t bytes[W] = {};
+        E low[W], high[W], both[2 * W];
+        memcpy(bytes, (const char*)row + k / 2, (n + 1) / 2);
+        ivec pairs = widened(bytes);
+        store(low, (__builtin_convertvector(pairs & 15, vec) - zero) * scale);
+        store(high, (__builtin_convertvector(pairs >> 4, vec) - zero) * scale);
+        for (int i = 0; i < W; i++) both[2 * i] = low[i], both[2 * i + 1] = high[i];
+        memcpy(to + k, both, n * sizeof(E));
+    }
+}
+
+template <class B, class E> static void dequantize(const Quantized& w, E* out) {
+    #pragma omp parallel for schedule(static) num_threads(hands(w.N * w.K * sizeof(E)))
+    for (int64_t n = 0; n < w.N; n++)
+        for (int64_t g = 0; g < w.Q; g++) {
+            int64_t at = n * w.Q + g, k = g * w.group, end = std::min(k + w.group, w.K);
+            auto row = (const typename B::stored*)w.q + n * w.held;
+            float zero = w.zeros ? ((const typename B::zero*)w.zeros)[at] : B::MIDDLE, scale = w.scale<E>(at);
+#ifndef NO_TILES
+            if constexpr (std::is_same_v<E, bf16>)
+                if (k % 32 == 0 && end % 32 == 0) {
+                    to_bf16(row, k, end, zero, scale, out + n * w.K);
+                    continue;
+                }
+#endif
+            unpack(row, k, end, zero, scale, out + n * w.K);
+        }
+}
+
+template <class E>
+static void dequantize_int8(E* out, const int8_t* q, const void* scales, const int8_t* zeros, int64_t N, int64_t K,
+                            int64_t group, int64_t wide) {
+    dequantize<Bytes<1>>(Quantized{q, scales, zeros, N, K, group, wide, K, (K + group - 1) / group}, out);
+}
+
+template <class E>
+static void dequantize_int4(E* out, const int32_t* q, const void* scales, const uint8_t* zeros, int64_t N, int64_t K,
+                            int64_t group, int64_t wide) {
+    dequantize<Nibbles>(Quantized{q, scales, zeros, N, K, group, wide, (K + 7) / 8, (K + group - 1) / group}, out);
+}
+
 extern "C" {
 EXPORT(linear_int8)
 EXPORT(linear_int4)
+EXPORT(dequantize_int8)
+EXPORT(dequantize_int4)
 }

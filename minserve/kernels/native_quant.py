@@ -2,6 +2,7 @@
 
     linear_int8     x [T, K], qweight [N, K] int8, scales and zeros [N, Q]               -> [T, N]
     linear_int4     x [T, K], qweight [N, ceil(K/8)] int32, scales and zeros [N, Q]      -> [T, N]
+    dequantize_int8, dequantize_int4   qweight, scales, zeros, group, K, dtype           -> [N, K], rounded once
 
 Arguments as in kernels/int8_matmul.py and int4_matmul.py, all without gaps, x float32 or bfloat16.
 
@@ -18,7 +19,12 @@ import torch
 from minserve.kernels import check_packed
 from minserve.kernels.packed_check import check
 
-SIGNATURES = {"linear_int8": "ppppppiiiii", "linear_int4": "ppppppiiiii"}  # as in native.py
+SIGNATURES = {  # as in native.py
+    "linear_int8": "ppppppiiiii",
+    "linear_int4": "ppppppiiiii",
+    "dequantize_int8": "ppppiiii",
+    "dequantize_int4": "ppppiiii",
+}
 
 
 class WeightOps:
@@ -29,6 +35,21 @@ class WeightOps:
 
     def linear_int4(self, x, qweight, scales, zeros, group: int | None, bias=None):
         return self._quantized(4, x, qweight, scales, zeros, group, bias)
+
+    def dequantize_int8(self, qweight, scales, zeros, group: int | None, K: int, dtype):
+        return self._dequantized(8, qweight, scales, zeros, group, K, dtype)
+
+    def dequantize_int4(self, qweight, scales, zeros, group: int | None, K: int, dtype):
+        return self._dequantized(4, qweight, scales, zeros, group, K, dtype)
+
+    def _dequantized(self, bits: int, qweight, scales, zeros, group, K, dtype):
+        who = f"dequantize_int{bits}"
+        check(who, bits, qweight.new_empty((0, K), dtype=dtype), qweight, scales, zeros, group, None)
+        check_packed(who, 2, qweight=qweight)
+        out = torch.empty((len(qweight), K), dtype=dtype)
+        wide = scales.dtype == torch.float32
+        self._call(who, (out, qweight, scales, zeros), *out.shape, max(1, min(group or K, K)), wide)
+        return out
 
     def _quantized(self, bits: int, x, qweight, scales, zeros, group, bias):
         who = f"linear_int{bits}"

@@ -13,6 +13,7 @@ from test_native import BF16, FP32, INF, NAN, close, dtypes, needs_native, randn
 from minserve.kernels import native, native_build
 from minserve.kernels.int4_matmul import int4_matmul_reference, int4_weight
 from minserve.kernels.int8_matmul import int8_matmul_reference
+from minserve.kernels.packed_check import grouped
 
 REFERENCE = {4: int4_matmul_reference, 8: int8_matmul_reference}
 bits_of_both = pytest.mark.parametrize("bits", [4, 8])
@@ -105,6 +106,15 @@ def check_rows_alone(ops, bits, rows, dtype=BF16):
         same(linear(x[:T], *case), most[:T])
 
 
+def check_dequantize(ops, bits, dtype=FP32):
+    """The weight itself, rounded once: bit for bit."""
+    groups = [None, 8, 32, 48, 128] + [1, 5] * (bits == 8)
+    for K, group, zeros, scales in itertools.product((5, 37, 96, 576), groups, (False, True), {FP32, dtype}):
+        case = weight(bits, 19, K, group, scales, zeros)
+        right = int4_weight(*case, K) if bits == 4 else grouped(*case)
+        same(run(ops, f"dequantize_int{bits}", *case, K, dtype), right.to(dtype))
+
+
 def check_by_hand(ops):
     """Every nibble and its column, with a zero of its own in each group."""
     words = torch.tensor([[0x76543210, -0x01234568]]).int()  # the second: 0xFEDCBA98
@@ -120,6 +130,14 @@ def check_by_hand(ops):
 
 
 # ---------------------------------------------------------------- tests
+@needs_native
+@bits_of_both
+@dtypes
+@pytest.mark.parametrize("tiles", [True, False], ids=["as built", "without tiles"])
+def test_dequantize(ops, without_tiles, bits, dtype, tiles):
+    check_dequantize(ops if tiles else without_tiles, bits, dtype)
+
+
 @needs_native
 @bits_of_both
 @dtypes
@@ -228,6 +246,9 @@ def test_wrong_arguments_are_named(ops):
         ("linear_int8: scales", lambda: ops.linear_int8(x, q8, s8.bfloat16(), z8, 8)),
         ("linear_int8: bias", lambda: ops.linear_int8(x, q8, s8, z8, 8, torch.ones(7))),
         ("linear_int8: qweight .*contiguous", lambda: ops.linear_int8(x, q8.repeat(1, 2)[:, :16], s8, z8, 8)),
+        ("dequantize_int4: qweight", lambda: ops.dequantize_int4(q, s, z, 8, 24, FP32)),
+        ("dequantize_int8: scales", lambda: ops.dequantize_int8(q8, s8[:, :1], z8, 8, 16, FP32)),
+        ("float16", lambda: ops.dequantize_int8(q8, s8, z8, 8, 16, torch.float16)),
         ("float16", lambda: ops.linear_int8(x.half(), q8, s8, z8, 8)),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=wrong):
