@@ -161,7 +161,7 @@ def dense(model: Model) -> Model:
 def recorded(path: Path) -> list[str]:
     """What `bench quality` wrote there, a line for each model."""
     if not path.exists():
-        return [f"nothing recorded yet: python -m minserve bench quality --json {path.name}"]
+        return [f"nothing recorded yet: python -m minserve bench quality --json figures/data/{path.name}"]
     report = json.loads(path.read_text(encoding="utf-8"))
     rows = {row["case"]: row["median"] for row in report["rows"]}
     lines = [f"{'recorded: ' + report['where']:<40}    KL  perplexity    MB  equal greedy tokens"]
