@@ -36,8 +36,8 @@ def lines(ax, curves: dict[str, tuple], xlabel: str, ylabel: str, markers: bool 
 def groups(ax, curves: dict[str, tuple[list, list]], sizes) -> None:
     """curves: {label: (bits per weight, relative errors)}; `sizes`: the groups of the first, None for the row."""
     lines(ax, curves, "bits per weight, scales and zero points included", "relative error")
-    ax.set_ylim(0, None)
     first = next(iter(curves.values()))
+    ax.set_ylim(0, 1.2 * max(first[1]))
     for size, x, y in zip(sizes, *first):
         ax.annotate(size or "whole row", (x, y), (5, 4), textcoords="offset points", fontsize=8)
     bits, errors = ((its[0], its[-1]) for its in first)
