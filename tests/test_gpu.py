@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from minserve.__main__ import main
-from minserve.bench import BENCHES, common, gpu, gpu_table, offline, overhead, paged_attention, redraw
+from minserve.bench import (
+    BENCHES,
+    common,
+    decode_quant,
+    gpu,
+    gpu_table,
+    matmul,
+    offline,
+    overhead,
+    paged_attention,
+    redraw,
+)
 from minserve.bench.gpu_table import Run, Step
 from minserve.config import SHAPES
 from minserve.lab.report import Report, Row
@@ -128,6 +139,29 @@ def test_nine_minutes_are_enough_for_the_plan():
     assert set(gpu.SHARES) - {"kernels"} <= set(BENCHES)
     cases = {str(case) for case in paged_attention.cases(options(tiny=True))}
     assert len(cases) == len(paged_attention.GPU_CASES), "two cases of one name"
+
+
+def test_quantized_weights_and_keys_have_targets_on_a_gpu():
+    def run(bench, **changes):
+        report = bench.run(options(tiny=True, **changes))
+        return report, {row.case: row for row in report.rows}
+
+    _, rows = run(decode_quant, seconds=2.0)
+    judged = {case: row.target for case, row in rows.items() if row.target}
+    assert judged == {
+        f"tiny-llama-3.1-8b int{b}, 32 + 8 tokens": least for b, least in ((8, 0.65), (4, 0.45))
+    }
+    most = rows["tiny-llama-3.1-8b int4 / float32"].bound
+    assert 4 < most < 6, "half of the bytes 8 times fewer, the head's 4 times, the embedding not read"
+    report, rows = run(paged_attention, seconds=2.0)
+    for kind, most in (("fp8", 0.58), ("int8", 0.62)):
+        (row,) = (row for case, row in rows.items() if f": {kind} / 16 bits" in case)
+        assert row.target * row.bound == pytest.approx(1 / most), "of the time over 16 bits"
+    assert not any(common.LEFT_OUT in row.note for row in report.rows)
+    report, rows = run(paged_attention, seconds=0.0)
+    assert f"{paged_attention.QUANTIZED_KV}, {paged_attention.CHUNK}" in report.rows[0].note
+    assert not any("16 bits" in case or "chunk" in case for case in rows)
+    assert {M for _, M in matmul.TARGETS} < set(matmul.ROWS[:3]), "what has a target is measured first"
 
 
 def test_a_gpus_cases_need_a_gpu_or_tiny(capsys):

@@ -150,10 +150,10 @@ def chosen(options: Options) -> list[str | None]:
     return [name for name in GPU_SHAPES if fits(SHAPES[name], options.dtype)] + here
 
 
-def fits(config: ModelConfig, dtype: torch.dtype) -> bool:
+def fits(config: ModelConfig, dtype: torch.dtype, copies: int = 1) -> bool:
     """Weights in at most three quarters of what is free: the rest is for caches and activations."""
     free, _ = torch.cuda.mem_get_info()
-    return config.num_params * dtype.itemsize < 0.75 * free
+    return copies * config.num_params * dtype.itemsize < 0.75 * free
 
 
 def load(name: str | None, dtype: torch.dtype) -> Model:

@@ -41,6 +41,8 @@ GPU_CASES = [  # lengths, share of the bandwidth worth reaching
     ([32768], 0.70),
 ]
 QUANTIZED = {"fp8": 0.58, "int8": 0.62, "int4": None}  # of the time over 16 bits, worth reaching on a GPU
+TELLING = 4  # cases before these two, for the time may end
+QUANTIZED_KV, CHUNK = "quantized keys and values", "a chunk"
 CPU_CASES = [
     ([512] * 8, None),
     ([256] * 32, None),
@@ -52,11 +54,16 @@ def run(options: Options) -> Report:
     report, measured = options.report(), []
     heads = attention_heads(options)
     new, past = (16, 48) if options.quick else (2048, 32768) if on_gpu() else (256, 1024)
+    plan, chunk, quantized = cases(options), {}, {}
+    plan[TELLING:TELLING] = [QUANTIZED_KV, CHUNK]
     with Around(options) as around:
-        for case, its in options.shares(cases(options)):
-            measured.append((case, *decode_samples(its, case.lengths, *heads)))
-        chunk, chunk_notes = chunk_samples(options, new, past, *heads)
-        quantized = quantized_samples(options, *heads)
+        for case, its in options.shares(plan):
+            if case == QUANTIZED_KV:
+                quantized = quantized_samples(its, *heads)
+            elif case == CHUNK:
+                chunk, chunk_notes = chunk_samples(its, new, past, *heads)
+            else:
+                measured.append((case, *decode_samples(its, case.lengths, *heads)))
     shape = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {name_of(options.dtype)}"
     for i, (case, nbytes, samples, notes) in enumerate(measured):
         moved = options.note(around.note) if i == 0 else ""
@@ -64,9 +71,9 @@ def run(options: Options) -> Report:
         bandwidth = around.machine.read_bandwidth
         add_rows(report, options, f"{shape}, {case}", case, nbytes, bandwidth, samples, note)
     flops = 4 * heads[0] * heads[2] * (new * past + new * (new + 1) // 2)
-    rates, target = [flops / s for s in chunk["paged"]], 0.50 if options.gpu_cases else None
-    case = f"{shape}, chunk of {new:,} after {past:,}: paged"
-    report.add(Row(case, "FLOP/s", rates, around.machine.flops, target, "; ".join(chunk_notes)))
+    case, target = f"{shape}, chunk of {new:,} after {past:,}: paged", 0.50 if options.gpu_cases else None
+    if rates := [flops / s for s in chunk.get("paged", ())]:
+        report.add(Row(case, "FLOP/s", rates, around.machine.flops, target, "; ".join(chunk_notes)))
     for kind, (case, ratios, bound) in quantized.items():
         wanted = QUANTIZED[kind] if options.gpu_cases else None
         target = 1 / wanted / bound if wanted else None
