@@ -37,7 +37,7 @@ from minserve.pages import pages_for
 from minserve.request import SamplingParams
 
 KINDS = (None, "int8", "fp8", "int4")
-TTFT, ITL = 10, 6  # T1 and T2: times what a request takes alone
+TTFT, ITL = 20, 6  # T1 and T2: times what a request takes alone
 MET, SEEDS = 0.9, 3
 
 
@@ -206,7 +206,7 @@ def goodput(report: Report, options: Options, model, case: str) -> None:
     first, each = alone(engines[None], work)
     promise = Promise(TTFT * first, ITL * each)
     most = few / (first + new * each)  # requests/s, if none slowed another
-    rates = [most * 2 ** (k / 4) for k in range(-7, 7)]
+    rates = [most * 2 ** (k / 4) for k in range(-10, 6)]
     found = {kind: [] for kind in KINDS}
     for seed in range(SEEDS):
         for kind, llm in engines.items():
