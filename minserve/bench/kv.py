@@ -135,9 +135,8 @@ def nothing(model, batch):
 
 # ---------------------------------------------------------------- decoding
 def decode(report: Report, options: Options, model, case: str, around: Around) -> None:
-    cases = [(1, 512), (1, 4096), (8, 4096)] if not on_gpu() else [(1, 512), (1, 8192), (32, 8192)]
     steps = 3 if options.quick else 20
-    for sequences, context in [(1, 32), (2, 64)] if options.quick else cases:
+    for sequences, context in decode_cases(options, model, steps):
         sides = {kind: Decoding(model, kind, sequences, context, steps + 4) for kind in KINDS}
         about = f"decode step, {sequences} x {context:,}"
         each = options.progress(about)
@@ -156,6 +155,17 @@ def decode(report: Report, options: Options, model, case: str, around: Around) -
             report.add(Row(f"{case}: {about}, {named(kind, model.dtype)}", "s", seconds, bound))
         del sides
         clean_up()
+
+
+def decode_cases(options: Options, model, steps: int) -> list[tuple[int, int]]:
+    """(requests, context) of each; on a GPU as many requests as leave room for the caches of all kinds."""
+    if options.quick:
+        return [(1, 32), (2, 64)]
+    if not on_gpu():
+        return [(1, 512), (1, 4096), (8, 4096)]
+    long = min(8192, model.config.context - steps - 4)
+    each = sum(Room.in_pages(model, kind, long, 1e15, 64).per_token for kind in KINDS) * long
+    return [(1, 512), (1, long), (max(2, min(32, int(0.6 * torch.cuda.mem_get_info()[0] / each))), long)]
 
 
 class Decoding:
