@@ -170,7 +170,13 @@ def test_what_a_step_reads(model):
 def test_steps_are_timed(model):
     decode, prompt = rounding.step_seconds(model, rows=3, prompt=5, new=4)
     assert 0 < decode < 60 and 0 < prompt < 60
-    assert len(rounding.work_seconds(model, (1, 2), prompt=20)) == 3
+
+
+def test_work_is_timed_in_turn_and_the_best_kept(monkeypatch):
+    asked, taken = [], iter([5.0, 7.0, 4.0, 8.0, 1.0, 2.0, 3.0, 1.5])
+    monkeypatch.setattr(rounding, "step_seconds", lambda *args: asked.append(args) or [next(taken)] * 2)
+    assert rounding.work_seconds({"a": "A", "b": "B"}, (3,), prompt=20) == {"a": [4, 1], "b": [7, 1.5]}
+    assert asked == [("A", 3, 8, 8), ("B", 3, 8, 8)] * 2 + [("A", 1, 20, 2), ("B", 1, 20, 2)] * 2
 
 
 def test_slow_steps_are_not_waited_for(model, monkeypatch):

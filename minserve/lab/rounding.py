@@ -12,7 +12,7 @@
     recorded(path)                 what `bench quality` wrote, a line for each model
     read_bytes(model)              what a decode step reads of the weights
     step_seconds(model, rows)      one decode step of the engine, and the step that reads the prompts
-    work_seconds(model, batches)   decode steps of several batches, and a prompt of 512 tokens
+    work_seconds(models, batches)  decode steps of several batches, and a prompt of 512 tokens, models in turn
 
 scale_and_zero and weight_of answer the exercises for one group and one word; they ask quantization.py.
 
@@ -178,9 +178,17 @@ def read_bytes(model: Model) -> int:
     return held_bytes(model) - (0 if model.config.tied else model.embed_tokens.weight.nbytes)
 
 
-def work_seconds(model: Model, batches, prompt: int = 512) -> list[float]:
-    decode = [step_seconds(model, rows, new=12)[0] for rows in batches]
-    return [*decode, step_seconds(model, 1, prompt=prompt, new=2)[1]]
+def work_seconds(models: dict[str, Model], batches, prompt: int = 512, rounds: int = 2) -> dict[str, list]:
+    """{model: seconds of a decode step of each batch, then of a prompt}: in turn, the best of all rounds."""
+    best = {name: [] for name in models}
+    for rows, length, new, which in [*((rows, 8, 8, 0) for rows in batches), (1, prompt, 2, 1)]:
+        taken = [
+            {name: step_seconds(models[name], rows, length, new)[which] for name in models}
+            for _ in range(rounds)
+        ]
+        for name in models:
+            best[name].append(min(its[name] for its in taken))
+    return best
 
 
 def step_seconds(model: Model, rows: int, prompt: int = 8, new: int = 16, at_most: float = 3.0):
