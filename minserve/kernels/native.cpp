@@ -118,7 +118,9 @@ static inline vec exp(vec x) {
 
 // ---------------------------------------------------------------- threads
 extern "C" int threads;  // Python's to set
+#if !defined(PART) || PART == 0  // this file's own; compiled in parts, each has all templates and some that are exported
 int threads = 1;
+#endif
 // To wake a thread costs microseconds: it pays from some tens of KB on.
 static int hands(int64_t bytes) { return bytes < 65536 ? 1 : threads; }
 
@@ -236,7 +238,7 @@ static void multiply(const float* x, int64_t pitch, const E* weight, const E* bi
 //     out^T [N, T] = weight [N, K] x^T [K, T]
 // A tile of the weight is 16 of its rows as they lie in memory, so nothing is stored twice. x is laid out anew: pairs
 // of channels, as the unit wants its second operand. 32 rows of the weight meet 32 tokens at once: 4 tiles of sums.
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__) && !defined(NO_TILES)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__) && !defined(NO_TILES)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -351,8 +353,6 @@ static void linear_tiles(const bf16* x, const Panels& panel, const bf16* bias, b
 #define NO_TILES
 static bool has_tiles() { return false; }
 #endif
-extern "C" int matrix_units() { return has_tiles(); }
-
 template <class E>
 static void linear(const E* x, const E* weight, const E* bias, E* out, int64_t T, int64_t N, int64_t K) {
 #ifndef NO_TILES
@@ -577,7 +577,9 @@ typedef void (*Again)(const int64_t*);
     auto NAME##_##TYPE = &NAME<E>;                                                   \
     Again NAME##_##TYPE##_again = [](const int64_t* from) { again(&NAME<E>, from); };
 #define EXPORT(NAME) EXPORT_AS(NAME, float32, float) EXPORT_AS(NAME, bfloat16, bf16)
+#if !defined(PART) || PART == 0
 extern "C" {
+int matrix_units() { return has_tiles(); }
 // A recorded step: all of its calls, in order.
 void replay(int64_t calls, const Again* kernels, const int64_t* const* arguments) {
     for (int64_t i = 0; i < calls; i++) kernels[i](arguments[i]);
@@ -591,3 +593,4 @@ EXPORT(rope_and_write)
 EXPORT(attend)
 EXPORT(best)
 }
+#endif

@@ -21,11 +21,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-SOURCES = [Path(__file__).with_name(f"native{part}.cpp") for part in ("", "_quant", "_kv")]
+SOURCES = [Path(__file__).with_name(f"native{part}.cpp") for part in ("", "_quant", "_digits", "_kv")]
+PARTS = 3  # which the C++ tells apart: each has all of the source, and compiles a share of what is exported
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC"]  # no -ffast-math: NaN and inf are meant
 TRIED = [  # from what is fast to what every compiler knows
     [*arch, *openmp] for openmp in (["-fopenmp"], []) for arch in (["-march=native"], ["-mcpu=native"], [])
@@ -49,11 +52,11 @@ def source() -> str:
 def library() -> ctypes.CDLL:
     if os.environ.get("MINSERVE_NATIVE") == "0":
         raise Unavailable("the CPU's C++ kernels are switched off: MINSERVE_NATIVE=0 is set")
-    return build(source(), cache_folder())
+    return build(source(), cache_folder(), PARTS)
 
 
-def build(source: str, folder: Path) -> ctypes.CDLL:
-    """The source as a loaded library: out of the folder, or compiled into it."""
+def build(source: str, folder: Path, parts: int = 1) -> ctypes.CDLL:
+    """The source as a loaded library: out of the folder, or compiled into it, `parts` compilers at once."""
     path = folder / f"{_key(source)}.so"
     with contextlib.suppress(OSError):  # not there, or made by another system that shares this home
         return ctypes.CDLL(str(path))
@@ -66,7 +69,7 @@ def build(source: str, folder: Path) -> ctypes.CDLL:
         path = Path(unfinished)
     os.close(handle)
     try:
-        _compile(compiler, source, unfinished)
+        _compile(compiler, source, unfinished, parts)
         os.replace(unfinished, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -96,11 +99,23 @@ def _compiler() -> list[str]:
     )
 
 
-def _compile(compiler: list[str], source: str, out: str) -> None:
+def _compile(compiler: list[str], source: str, out: str, parts: int) -> None:
+    run = partial(subprocess.run, capture_output=True, text=True)
     for flags in TRIED:
-        command = [*compiler, *FLAGS, *flags, "-x", "c++", "-", "-o", out]
-        with ticking("compiling the CPU's kernels (once)"):
-            result = subprocess.run(command, input=source, capture_output=True, text=True)
+        command = [*compiler, *FLAGS, *flags]
+        with ticking("compiling the CPU's kernels (once)"), tempfile.TemporaryDirectory() as folder:
+            objects = [f"{folder}/{part}.o" for part in range(parts)]
+            orders = [
+                [*command, f"-DPART={i}", "-c", "-x", "c++", "-", "-o", made]
+                for i, made in enumerate(objects)
+            ]
+            if parts == 1:
+                orders = [[*command, "-x", "c++", "-", "-o", out]]
+            with ThreadPoolExecutor(parts) as pool:
+                results = [*pool.map(partial(run, input=source), orders)]
+            if parts > 1 and not any(result.returncode for result in results):
+                results = [run([*command, *objects, "-o", out])]
+        result = max(results, key=lambda result: abs(result.returncode))
         if result.returncode == 0:
             return
     said = result.stderr.strip().splitlines()

@@ -278,9 +278,11 @@ static void attend_int4(const E* q, const uint8_t* k4, const uint8_t* v4, const 
     });
 }
 
+#if !defined(PART) || PART == 2
 extern "C" {
 EXPORT(kv_write_scaled)
 EXPORT(attend_scaled)
 EXPORT(seal)
 EXPORT(attend_int4)
 }
+#endif

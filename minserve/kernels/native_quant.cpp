@@ -95,10 +95,12 @@ template <class B> struct Laid {
     }
 };
 
-// M rows of x from row t on, and R of the rows n .. end - 1 of the weight at once; `scales` and `shifts` from row n on.
-template <class B, int M, int R, class E>
+constexpr int BLOCK = 16;                                                      // rows of the weight that stay in L1
+// M rows of x from row t on, and R of the rows n .. end - 1 of the weight at once; `scales`, `shifts` from row n on.
+// The result is y [M, BLOCK]: no matter what x and out are made of, this is compiled once.
+template <class B, int M, int R>
 static void multiply(const Laid<B>& laid, int64_t t, const Quantized& w, const float* scales, const float* shifts,
-                     const E* bias, E* out, int64_t n, int64_t end) {
+                     float* y, int64_t n, int64_t end) {
     const float *x = laid.x.data() + t * laid.pitch, *x_sums = laid.sums.data() + t * laid.steps * W;
     for (int64_t begin = n; n < end; n += R) {
         int64_t row[R];
@@ -123,16 +125,12 @@ static void multiply(const Laid<B>& laid, int64_t t, const Quantized& w, const f
         for (int64_t s = 0; s < whole; s++) step(s, B::HELD);
         if (whole < laid.steps) step(whole, w.held - whole * B::HELD);
         for (int r = 0; r < std::min<int64_t>(R, end - n); r++)
-            for (int m = 0; m < M; m++) {
-                vec y = {total(sums[r][m]) + (bias ? number(bias[n + r]) : 0.f)};
-                store(out + (t + m) * w.N + n + r, y, 1);
-            }
+            for (int m = 0; m < M; m++) y[m * BLOCK + n - begin + r] = total(sums[r][m]);
     }
 }
 
 template <class B, class E>
 static void linear_vectors(const E* x, const Quantized& w, const E* bias, E* out, int64_t T) {
-    constexpr int BLOCK = 16;                                                  // rows of the weight that stay in L1
     static thread_local Laid<B> own;
     Laid<B>& laid = own;
     laid.lay(x, T, w);
@@ -140,8 +138,8 @@ static void linear_vectors(const E* x, const Quantized& w, const E* bias, E* out
     for (int64_t n = 0; n < w.N; n += BLOCK) {
         int64_t end = std::min(n + BLOCK, w.N), count = (end - n) * w.Q, t = 0;
         static thread_local std::vector<float> room;
-        room.resize(2 * (count + W));                                          // the last look-ups load a whole vector
-        float *scales = room.data(), *shifts = w.zeros ? scales + count + W : nullptr;
+        room.resize(2 * (count + W) + T * BLOCK);                              // the last look-ups load a whole vector
+        float *scales = room.data(), *shifts = w.zeros ? scales + count + W : nullptr, *y = scales + 2 * (count + W);
         for (int64_t i = 0; i < count; i += W) {
             int64_t at = n * w.Q + i, left = count - i;
             vec scale = w.wide ? load((const float*)w.scales + at, left) : load((const E*)w.scales + at, left);
@@ -150,18 +148,24 @@ static void linear_vectors(const E* x, const Quantized& w, const E* bias, E* out
         }
         auto take = [&](auto rows) __attribute__((always_inline)) {
             constexpr int M = decltype(rows)::value, R = std::max(1, std::min(4, REGISTERS / 2 / M));
-            for (; t + M <= T; t += M) multiply<B, M, R>(laid, t, w, scales, shifts, bias, out, n, end);
+            for (; t + M <= T; t += M) multiply<B, M, R>(laid, t, w, scales, shifts, y + t * BLOCK, n, end);
         };
         take(std::integral_constant<int, 8>{});
         take(std::integral_constant<int, 4>{});
         take(std::integral_constant<int, 2>{});
         take(std::integral_constant<int, 1>{});
+        for (t = 0; t < T; t++)
+            for (int64_t i = n; i < end; i += W) {
+                vec sum = load(y + t * BLOCK + i - n, end - i);
+                store(out + t * w.N + i, bias ? sum + load(bias + i, end - i) : sum, end - i);
+            }
     }
 }
 
 // ---------------------------------------------------------------- the same with a matrix unit
-// 32 rows of the weight at a time become bf16, CHUNK columns ahead of their use, in a buffer that stays in the cache. A scale a row: the integers are exact
-// in bf16 and the sums are scaled. A scale a group: (q - zero) * scale is rounded to bf16, as if it were stored so.
+// 32 rows of the weight at a time become bf16, CHUNK columns ahead of their use, in a buffer that stays in the cache. A
+// scale a row: the integers are exact in bf16 and the sums are scaled. A scale a group: (q - zero) * scale is rounded to
+// bf16, as if it were stored so.
 #ifndef NO_TILES
 // Columns k .. end - 1 of a row, 32 at a time.
 static void to_bf16(const int8_t* row, int64_t k, int64_t end, float zero, float scale, bf16* to) {
@@ -215,32 +219,40 @@ template <class B> struct Unpacked {  // 32 rows from row n on, as linear_tiles 
 };
 #endif
 
+template <class B>  // native_digits.cpp; false: it does not take this
+static bool linear_digits(const bf16* x, const Quantized& w, const bf16* bias, bf16* out, int64_t T);
+
+// With the matrix unit, where there is one and this is for it. B: how it is stored.
 template <class B, class E>
-static void linear_quantized(const E* x, const Quantized& w, const E* bias, E* out, int64_t T) {
+static bool linear_unit(const E* x, const Quantized& w, const E* bias, E* out, int64_t T) {
 #ifndef NO_TILES
-    constexpr int64_t FEW = 4;                                       // rows of x for which vectors are as fast
-    if constexpr (std::is_same_v<E, bf16>)
-        if (T > FEW && w.N >= 32 && w.K % 32 == 0 && (w.Q == 1 || w.group % 32 == 0) && has_tiles())
-            return linear_tiles(x, [&](int64_t n) { return Unpacked<B>(w, n, T > 32 ? w.K + CHUNK : 2 * CHUNK); }, bias, out, T, w.N, w.K,
-                                w.N * w.held * (int64_t)sizeof(typename B::stored));
+    constexpr int64_t FEW = 4;                                                 // rows of x for which vectors are as fast
+    if constexpr (std::is_same_v<E, bf16>) {
+        if (linear_digits<B>(x, w, bias, out, T)) return true;
+        if (T > FEW && w.N >= 32 && w.K % 32 == 0 && (w.Q == 1 || w.group % 32 == 0) && has_tiles()) {
+            auto panel = [&](int64_t n) { return Unpacked<B>(w, n, T > 32 ? w.K + CHUNK : 2 * CHUNK); };
+            linear_tiles(x, panel, bias, out, T, w.N, w.K, w.N * w.held * (int64_t)sizeof(typename B::stored));
+            return true;
+        }
+    }
 #endif
-    linear_vectors<B>(x, w, bias, out, T);
+    return false;
 }
 
 template <class E>
 static void linear_int8(const E* x, const int8_t* q, const void* scales, const int8_t* zeros, const E* bias, E* out,
                         int64_t T, int64_t N, int64_t K, int64_t group, int64_t wide) {
     Quantized w = {q, scales, zeros, N, K, group, wide, K, (K + group - 1) / group};
-    if (w.Q == 1 || group % (8 * W) == 0) linear_quantized<Bytes<8>>(x, w, bias, out, T);
-    else if (group % (2 * W) == 0) linear_quantized<Bytes<2>>(x, w, bias, out, T);
-    else linear_quantized<Bytes<1>>(x, w, bias, out, T);
+    if (linear_unit<Bytes<1>>(x, w, bias, out, T)) return;
+    if (w.Q == 1 || group % (8 * W) == 0) linear_vectors<Bytes<8>>(x, w, bias, out, T);
+    else linear_vectors<Bytes<1>>(x, w, bias, out, T);
 }
 
 template <class E>
 static void linear_int4(const E* x, const int32_t* q, const void* scales, const uint8_t* zeros, const E* bias, E* out,
                         int64_t T, int64_t N, int64_t K, int64_t group, int64_t wide) {
     Quantized w = {q, scales, zeros, N, K, group, wide, (K + 7) / 8, (K + group - 1) / group};
-    linear_quantized<Nibbles>(x, w, bias, out, T);
+    if (!linear_unit<Nibbles>(x, w, bias, out, T)) linear_vectors<Nibbles>(x, w, bias, out, T);
 }
 
 // ---------------------------------------------------------------- the weight itself
@@ -292,9 +304,11 @@ static void dequantize_int4(E* out, const int32_t* q, const void* scales, const 
     dequantize<Nibbles>(Quantized{q, scales, zeros, N, K, group, wide, (K + 7) / 8, (K + group - 1) / group}, out);
 }
 
+#if !defined(PART) || PART == 1
 extern "C" {
 EXPORT(linear_int8)
 EXPORT(linear_int4)
 EXPORT(dequantize_int8)
 EXPORT(dequantize_int4)
 }
+#endif

@@ -97,13 +97,68 @@ def check_exact_sums(ops, bits):
         )
 
 
-def check_rows_alone(ops, bits, rows, dtype=BF16):
+def check_rows_alone(ops, bits, rows, dtype=BF16, K=96, group=32):
     """A row's result has the same bits whatever else is in the batch, for all `rows` that take one road."""
-    linear, case = getattr(ops, f"linear_int{bits}"), weight(bits, 50, 96, 32, dtype)
-    x = randn(max(rows), 96, dtype=dtype)
+    linear, case = getattr(ops, f"linear_int{bits}"), weight(bits, 50, K, group, dtype)
+    x = randn(max(rows), K, dtype=dtype)
     most = linear(x, *case)
     for T in rows:
         same(linear(x[:T], *case), most[:T])
+
+
+def exact(bits, x, qweight, scales, zeros, group, bias=None):
+    """The definition in float64."""
+    case = qweight, scales, zeros, group
+    its = int4_weight(*case, x.shape[1]) if bits == 4 else grouped(*case)
+    y = x.double() @ its.double().T
+    return y if bias is None else y + bias.double()
+
+
+DIGITS = [(64, None), (320, None), (576, 64), (576, 128), (320, 192), (1536, 512), (128, 64)]  # (K, group)
+
+
+def check_digits(ops, bits, rows=range(1, 9)):
+    """Few rows in bf16: no more is lost than the store's rounding, row by row, however large some numbers are."""
+    for (K, group), T in itertools.product(DIGITS, rows):
+        x = randn(T, K, dtype=BF16, seed=T) * torch.logspace(-12, 12, T)[:, None].bfloat16()
+        x[-1, 3] *= 3000
+        for N, zeros, b in ((16, False, None), (53, True, randn(53, dtype=BF16))):
+            case = weight(bits, N, K, group, FP32 if T % 2 else BF16, zeros)
+            expected = exact(bits, x, *case, b)
+            error = (run(ops, f"linear_int{bits}", x, *case, b).double() - expected).norm(dim=1)
+            assert (error <= 1.05 * (expected.bfloat16().double() - expected).norm(dim=1)).all()
+
+
+def check_digits_by_hand(ops):
+    """Whole numbers of up to 16 bits beside 1, and of every digit's sign: each output has the bits of its sum."""
+    x = torch.zeros(6, 64)
+    x[0, :2], x[1, :2], x[2, :3] = (
+        torch.tensor([32512.0, 1]),
+        torch.tensor([-32768.0, 1]),
+        torch.tensor([128, 127, 129.0]),
+    )
+    x[3, 60:], x[4, 5], x[5, 63] = torch.tensor([-0.5, 255, -129, 1.0]), 2.0**-110, -(2.0**120)
+    x, q8 = x.to(BF16), integers(-128, 128, 32, 64).to(torch.int8)
+    words, ones = integers(-(2**31), 2**31, 32, 8).int(), torch.ones(32, 1)
+    for bits, q in ((8, q8), (4, words)):
+        same(
+            getattr(ops, f"linear_int{bits}")(x, q, ones, None, None),
+            exact(bits, x, q, ones, None, None).to(BF16),
+        )
+    q8[:], x[:] = -128, -128
+    got = ops.linear_int8(x, q8, ones, None, None)
+    assert (got == 2**20).all()
+
+
+def check_not_finite_alone(ops, bits):
+    """inf and NaN make their own row NaN; those beside it have the bits that they have without it."""
+    linear, case = getattr(ops, f"linear_int{bits}"), weight(bits, 40, 128, 64, BF16)
+    x = randn(8, 128, dtype=BF16)
+    before = linear(x, *case)
+    x[2, 100], x[5, 7], x[7, 127] = INF, NAN, -INF
+    got = linear(x, *case)
+    assert got[[2, 5, 7]].isnan().all()
+    same(got[[0, 1, 3, 4, 6]], before[[0, 1, 3, 4, 6]])
 
 
 def check_dequantize(ops, bits, dtype=FP32):
@@ -174,9 +229,26 @@ def test_panels(ops, without_tiles, bits, tiles):
 
 @needs_native
 @bits_of_both
+@pytest.mark.parametrize("tiles", [True, False], ids=["as built", "without tiles"])
+def test_digits(ops, without_tiles, bits, tiles):
+    which = ops if tiles else without_tiles
+    check_digits(which, bits)
+    check_digits_by_hand(which)
+
+
+@needs_native
+@bits_of_both
+def test_a_row_that_is_not_finite_is_alone(ops, bits):
+    check_not_finite_alone(ops, bits)
+
+
+@needs_native
+@bits_of_both
 def test_a_row_does_not_depend_on_the_others(ops, without_tiles, bits):
     check_rows_alone(ops, bits, range(1, 5))
     check_rows_alone(ops, bits, range(5, 80))
+    check_rows_alone(ops, bits, range(1, 9), K=256, group=64)
+    check_rows_alone(ops, bits, range(9, 40), K=256, group=64)
     check_rows_alone(without_tiles, bits, range(1, 20))
     check_rows_alone(ops, bits, range(1, 20), FP32)
 
@@ -185,7 +257,7 @@ def test_a_row_does_not_depend_on_the_others(ops, without_tiles, bits):
 @bits_of_both
 @dtypes
 def test_what_is_not_finite_stays(ops, bits, dtype):
-    for T, K, group in itertools.product((3, 20), (96, 100), (None, 32)):
+    for T, K, group in itertools.product((3, 20), (96, 100, 128), (None, 32, 64)):
         x, case = torch.ones(T, K, dtype=dtype), weight(bits, 40, K, group, dtype)
         x[1, K - 1], x[2, 0] = NAN, INF
         got = getattr(ops, f"linear_int{bits}")(x, *case)
@@ -201,7 +273,7 @@ def test_threads_do_not_change_a_bit(ops, bits):
     before = torch.get_num_threads()
     case = weight(bits, 900, 576, 64, BF16)
     try:
-        for T in (1, 20):
+        for T in (1, 7, 20):
             x, results = randn(T, 576, dtype=BF16), []
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
