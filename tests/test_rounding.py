@@ -174,7 +174,7 @@ def test_steps_are_timed(model):
 
 def test_work_is_timed_in_turn_and_the_best_kept(monkeypatch):
     asked, taken = [], iter([5.0, 7.0, 4.0, 8.0, 1.0, 2.0, 3.0, 1.5])
-    monkeypatch.setattr(rounding, "step_seconds", lambda *args: asked.append(args) or [next(taken)] * 2)
+    monkeypatch.setattr(rounding, "step_seconds", lambda *args, runs: asked.append(args) or [next(taken)] * 2)
     assert rounding.work_seconds({"a": "A", "b": "B"}, (3,), prompt=20) == {"a": [4, 1], "b": [7, 1.5]}
     assert asked == [("A", 3, 8, 8), ("B", 3, 8, 8)] * 2 + [("A", 1, 20, 2), ("B", 1, 20, 2)] * 2
 

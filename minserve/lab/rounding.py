@@ -179,11 +179,14 @@ def read_bytes(model: Model) -> int:
 
 
 def work_seconds(models: dict[str, Model], batches, prompt: int = 512, rounds: int = 2) -> dict[str, list]:
-    """{model: seconds of a decode step of each batch, then of a prompt}: in turn, the best of all rounds."""
+    """{model: seconds of a decode step of each batch, then of a prompt}: in turn, the best of all rounds.
+
+    The first round warms up.
+    """
     best = {name: [] for name in models}
     for rows, length, new, which in [*((rows, 8, 8, 0) for rows in batches), (1, prompt, 2, 1)]:
         taken = [
-            {name: step_seconds(models[name], rows, length, new)[which] for name in models}
+            {name: step_seconds(models[name], rows, length, new, runs=1)[which] for name in models}
             for _ in range(rounds)
         ]
         for name in models:
@@ -191,13 +194,15 @@ def work_seconds(models: dict[str, Model], batches, prompt: int = 512, rounds: i
     return best
 
 
-def step_seconds(model: Model, rows: int, prompt: int = 8, new: int = 16, at_most: float = 3.0):
+def step_seconds(
+    model: Model, rows: int, prompt: int = 8, new: int = 16, at_most: float = 3.0, runs: int = 2
+):
     """(median seconds of a decode step of `rows` requests, seconds of the step with their prompts).
 
-    Two runs, of which the first warms up; each ends after `at_most` seconds, but not before two decode steps.
+    The last run counts, those before it warm up; each ends after `at_most` seconds, but not before two decode steps.
     """
     asked = SamplingParams(max_tokens=new, ignore_eos=True)
-    for _ in range(2):
+    for _ in range(runs):
         llm = LLM(model, num_pages=rows * (prompt + new) // 16 + 2 * rows, max_running=rows,
                   token_budget=rows * prompt, prefix_caching=False)  # fmt: skip
         for i in range(rows):
