@@ -15,41 +15,37 @@ struct Digits {  // of up to 4 rows of x, as the unit wants its second operand: 
     std::vector<int8_t> tiles;
     std::vector<float> sums;                                                   // [group][column], of the digits
     float unit[TOKENS];                                                        // 2^(e-22); NaN if x is not finite
-    void lay(const bf16* x, int64_t T, int64_t K, int64_t group, int64_t Q) {
-        tiles.resize(K * 16), sums.resize(Q * 16);
-        for (int64_t t = 0; t < T; t++) {
-            const bf16* row = x + t * K;
-            vec most = {}, odd = {};
-            for (int64_t k = 0; k < K; k += W) {
-                vec y = load(row + k), size = (vec)((ivec)y & 0x7fffffff);
-                most = size > most ? size : most;
-                odd += y * 0.f;                                                // NaN, if one of them is not finite
-            }
-            int e = 0;
-            std::frexp(largest(most), &e);                                     // largest < 2^e
-            e = std::max(e, -100);                                             // less is as good as nothing
-            float up = std::ldexp(1.f, 22 - e);
-            unit[t] = std::ldexp(1.f, e - 22) + total(odd);
-            for (int64_t g = 0; g < Q; g++) {
-                ivec totals[3] = {};
-                for (int64_t k = g * group, end = std::min(k + group, K); k < end; k += W) {
-                    ivec v = (ivec)(load(row + k) * up + 12582912.f) - 0x4b400000;  // to the nearest, as in exp
-                    __m128i digits[3];
-                    for (int d = 0; d < 3; d++) {
-                        ivec digit = v << 24 >> 24;
-                        v = (v - digit) >> 8, totals[d] += digit;
-                        digits[d] = _mm512_cvtepi32_epi8((__m512i)digit);
-                    }
-                    auto* to = (__m128i*)(tiles.data() + (k + t) * 16);         // four columns of x: four digits of each
-                    __m128i a = _mm_unpacklo_epi32(digits[0], digits[1]), b = _mm_unpacklo_epi32(digits[2], __m128i{});
-                    _mm_storeu_si128(to, _mm_unpacklo_epi64(a, b));
-                    _mm_storeu_si128(to + 4, _mm_unpackhi_epi64(a, b));
-                    a = _mm_unpackhi_epi32(digits[0], digits[1]), b = _mm_unpackhi_epi32(digits[2], __m128i{});
-                    _mm_storeu_si128(to + 8, _mm_unpacklo_epi64(a, b));
-                    _mm_storeu_si128(to + 12, _mm_unpackhi_epi64(a, b));
+    void lay(const bf16* row, int64_t t, int64_t K, int64_t group, int64_t Q) {
+        vec most = {}, odd = {};
+        for (int64_t k = 0; k < K; k += W) {
+            vec y = load(row + k), size = (vec)((ivec)y & 0x7fffffff);
+            most = size > most ? size : most;
+            odd += y * 0.f;                                                    // NaN, if one of them is not finite
+        }
+        int e = 0;
+        std::frexp(largest(most), &e);                                         // largest < 2^e
+        e = std::max(e, -100);                                                 // less is as good as nothing
+        float up = std::ldexp(1.f, 22 - e);
+        unit[t] = std::ldexp(1.f, e - 22) + total(odd);
+        for (int64_t g = 0; g < Q; g++) {
+            ivec totals[3] = {};
+            for (int64_t k = g * group, end = std::min(k + group, K); k < end; k += W) {
+                ivec v = (ivec)(load(row + k) * up + 12582912.f) - 0x4b400000; // to the nearest, as in exp
+                __m128i digits[3];
+                for (int d = 0; d < 3; d++) {
+                    ivec digit = v << 24 >> 24;
+                    v = (v - digit) >> 8, totals[d] += digit;
+                    digits[d] = _mm512_cvtepi32_epi8((__m512i)digit);
                 }
-                for (int d = 0; d < 3; d++) sums[g * 16 + t * 4 + d] = _mm512_reduce_add_epi32((__m512i)totals[d]);
+                auto* to = (__m128i*)(tiles.data() + (k + t) * 16);             // four columns of x: four digits of each
+                __m128i a = _mm_unpacklo_epi32(digits[0], digits[1]), b = _mm_unpacklo_epi32(digits[2], __m128i{});
+                _mm_storeu_si128(to, _mm_unpacklo_epi64(a, b));
+                _mm_storeu_si128(to + 4, _mm_unpackhi_epi64(a, b));
+                a = _mm_unpackhi_epi32(digits[0], digits[1]), b = _mm_unpackhi_epi32(digits[2], __m128i{});
+                _mm_storeu_si128(to + 8, _mm_unpacklo_epi64(a, b));
+                _mm_storeu_si128(to + 12, _mm_unpackhi_epi64(a, b));
             }
+            for (int d = 0; d < 3; d++) sums[g * 16 + t * 4 + d] = _mm512_reduce_add_epi32((__m512i)totals[d]);
         }
     }
 };
@@ -95,17 +91,53 @@ struct NibbleRows {
     int64_t stride() const { return 64; }
 };
 
-// The sums of one part of the columns, in tile C, whose name must be a number when macros are done.
-#define SUM_PART(C, part)                                                                       \
-    if ((part) < parts) {                                                                       \
-        _tile_zero(C);                                                                          \
-        for (int64_t k = (part) * width, end = std::min(k + width, w.K); k < end; k += 64) {    \
-            _tile_loadd(4, rows.at(k), rows.stride());                                          \
-            _tile_loadd(5, its.tiles.data() + k * 16, 64);                                      \
-            _tile_dpbssd(C, 4, 5);                                                              \
-        }                                                                                       \
-        _tile_stored(C, c[C], 64);                                                              \
+// The sums of one part of the columns: in tile C, and for the next four rows of x in tile D. Tiles need to be numbers by
+// the time that macros are done.
+#define SUM_PART(C, D, part)                                                                  \
+    if ((part) < parts) {                                                                     \
+        _tile_zero(C);                                                                        \
+        if (two) _tile_zero(D);                                                               \
+        for (int64_t k = (part) * width, end = std::min(k + width, w.K); k < end; k += 64) {  \
+            _tile_loadd(4, rows.at(k), rows.stride());                                        \
+            _tile_loadd(5, digits[0].tiles.data() + k * 16, 64);                              \
+            _tile_dpbssd(C, 4, 5);                                                            \
+            if (!two) continue;                                                               \
+            _tile_loadd(6, digits[1].tiles.data() + k * 16, 64);                              \
+            _tile_dpbssd(D, 4, 6);                                                            \
+        }                                                                                     \
+        _tile_stored(C, c[C], 64);                                                            \
+        if (two) _tile_stored(D, c[D], 64);                                                   \
     }
+
+// 16 rows of the weight with all digits: sums[b][r][column], of row r and of the columns of block b.
+template <bool two, class Rows>
+static void sum_digits(const Digits* digits, Rows& rows, const Quantized& w, const float* scales, const float* shifts,
+                       int64_t width, int64_t parts, vec (*sums)[16]) {
+    constexpr int BLOCKS = 1 + two, TOGETHER = 4 / BLOCKS;
+    alignas(64) int32_t c[4][16][16];
+    for (int64_t p = 0; p < parts; p += TOGETHER) {
+        if constexpr (two) {
+            SUM_PART(0, 1, p);
+            SUM_PART(2, 3, p + 1);
+        } else {
+            SUM_PART(0, 0, p);
+            SUM_PART(1, 1, p + 1);
+            SUM_PART(2, 2, p + 2);
+            SUM_PART(3, 3, p + 3);
+        }
+        for (int64_t i = p; i < std::min(p + TOGETHER, parts); i++)
+            for (int b = 0; b < BLOCKS; b++) {
+                int64_t g = w.Q == 1 ? 0 : i;
+                vec shift = load(digits[b].sums.data() + i * 16);
+                for (int r = 0; r < 16; r++) {
+                    ivec sum;
+                    memcpy(&sum, c[(i - p) * BLOCKS + b][r], sizeof sum);
+                    vec all = __builtin_convertvector(sum, vec);
+                    sums[b][r] += scales[r * w.Q + g] * all - shifts[r * w.Q + g] * shift;
+                }
+            }
+    }
+}
 
 template <class Rows>
 static void multiply_digits(const bf16* x, const Quantized& w, const bf16* bias, bf16* out, int64_t T, float middle) {
@@ -113,59 +145,38 @@ static void multiply_digits(const bf16* x, const Quantized& w, const bf16* bias,
     for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = 16;
     // A sum waits for the one before it: four at a time do not. A row without groups is cut into four as well.
     int64_t width = w.Q == 1 ? (w.K + 255) / 256 * 64 : w.group, parts = (w.K + width - 1) / width;
-    int64_t blocks = (T + TOKENS - 1) / TOKENS;
     static thread_local Digits own[MOST_ROWS / TOKENS];
     Digits* digits = own;
-    for (int64_t b = 0; b < blocks; b++)
-        digits[b].lay(x + b * TOKENS * w.K, std::min(TOKENS, T - b * TOKENS), w.K, width, parts);
+    for (int b = 0; b < 2; b++) digits[b].tiles.resize(w.K * 16), digits[b].sums.resize(parts * 16);
+    for (int64_t t = 0; t < T; t++) digits[t / TOKENS].lay(x + t * w.K, t % TOKENS, w.K, width, parts);
     #pragma omp parallel num_threads(hands(w.N * w.K / 2))
     {
         _tile_loadconfig(&shape);
         #pragma omp for schedule(static)
         for (int64_t block = 0; block < w.N; block += 16) {
-            int64_t n = std::min(block, w.N - 16);
+            int64_t n = std::min(block, w.N - 16);                             // the last 16 may be done in part twice
             Rows rows(w, n);
             alignas(64) float scales[16 * MOST_GROUPS], shifts[16 * MOST_GROUPS];
             for (int64_t i = 0; i < 16 * w.Q; i += W) {
                 int64_t at = n * w.Q + i;
                 vec scale = w.wide ? load((const float*)w.scales + at) : load((const bf16*)w.scales + at);
-                vec zero = w.zeros ? load((const typename Rows::zero*)w.zeros + at, W) : vec{} + middle;
+                vec zero = w.zeros ? load((const typename Rows::zero*)w.zeros + at) : vec{} + middle;
                 store(scales + i, scale);
                 store(shifts + i, scale * zero);
             }
-            for (int64_t b = 0; b < blocks; b++) {
-                const Digits& its = digits[b];
-                vec sums[16] = {};
-                alignas(64) int32_t c[4][16][16];
-                for (int64_t p = 0; p < parts; p += 4) {
-                    SUM_PART(0, p);
-                    SUM_PART(1, p + 1);
-                    SUM_PART(2, p + 2);
-                    SUM_PART(3, p + 3);
-                    for (int64_t i = 0; i < std::min<int64_t>(4, parts - p); i++) {
-                        int64_t g = w.Q == 1 ? 0 : p + i;
-                        vec shift = load(its.sums.data() + (p + i) * 16);
-                        for (int r = 0; r < 16; r++) {
-                            ivec sum;
-                            memcpy(&sum, c[i][r], sizeof sum);
-                            vec all = __builtin_convertvector(sum, vec);
-                            sums[r] += scales[r * w.Q + g] * all - shifts[r * w.Q + g] * shift;
-                        }
-                    }
+            alignas(64) vec sums[2][16] = {};
+            if (T > TOKENS) sum_digits<true>(digits, rows, w, scales, shifts, width, parts, sums);
+            else sum_digits<false>(digits, rows, w, scales, shifts, width, parts, sums);
+            for (int64_t t = 0; t < T; t++) {
+                alignas(64) float y[16];
+                auto digits_of = [&](int r) { return _mm_load_ps((const float*)&sums[t / TOKENS][r] + 4 * (t % TOKENS)); };
+                for (int r = 0; r < 16; r += 4) {
+                    lanes4 c0 = digits_of(r), c1 = digits_of(r + 1), c2 = digits_of(r + 2), c3 = digits_of(r + 3);
+                    _MM_TRANSPOSE4_PS(c0, c1, c2, c3);                         // now: digit 0 of four rows, digit 1, ...
+                    _mm_store_ps(y + r, c0 + 256.f * c1 + 65536.f * c2);
                 }
-                alignas(64) float y[16][16];
-                memcpy(y, sums, sizeof y);
-                for (int64_t t = 0; t < std::min(TOKENS, T - b * TOKENS); t++) {
-                    alignas(64) float made[16];
-                    for (int r = 0; r < 16; r += 4) {
-                        __m128 c0 = _mm_load_ps(y[r] + 4 * t), c1 = _mm_load_ps(y[r + 1] + 4 * t);
-                        __m128 c2 = _mm_load_ps(y[r + 2] + 4 * t), c3 = _mm_load_ps(y[r + 3] + 4 * t);
-                        _MM_TRANSPOSE4_PS(c0, c1, c2, c3);
-                        _mm_store_ps(made + r, c0 + 256.f * c1 + 65536.f * c2);
-                    }
-                    vec value = load(made) * its.unit[t];
-                    store(out + (b * TOKENS + t) * w.N + n, bias ? value + load(bias + n) : value);
-                }
+                vec value = load(y) * digits[t / TOKENS].unit[t % TOKENS];
+                store(out + t * w.N + n, bias ? value + load(bias + n) : value);
             }
         }
         _tile_release();

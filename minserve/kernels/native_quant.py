@@ -1,4 +1,4 @@
-"""The CPU's linears over quantized weights: kernels/native_quant.cpp, called. A part of native.Native.
+"""The CPU's linears over quantized weights: kernels/native_quant.cpp and native_digits.cpp. A part of native.Native.
 
     linear_int8     x [T, K], qweight [N, K] int8, scales and zeros [N, Q]               -> [T, N]
     linear_int4     x [T, K], qweight [N, ceil(K/8)] int32, scales and zeros [N, Q]      -> [T, N]
@@ -6,11 +6,13 @@
 
 Arguments as in kernels/int8_matmul.py and int4_matmul.py, all without gaps, x float32 or bfloat16.
 
-Few rows    integers become fp32 in registers, each read once for up to eight rows of x: what bounds it is memory
-Matrix unit for bf16 from five rows on, where K and the groups are multiples of 32: 32 rows of the weight at a time
-            become bf16 in the cache. A scale a row: exact integers, their sums scaled. A scale a group: the weight is
-            rounded to bf16 first, as if it had been stored so
-A row's result depends on the rows beside it only by which of the two roads their number takes.
+Vectors     integers become fp32 in registers, each read once for up to eight rows of x: any shape, any CPU
+Matrix unit for bf16 where K and the groups are multiples of 64, up to eight rows: x becomes bytes, too, three to a
+            number, and the unit sums integers (native_digits.cpp): exact but for what lies 22 bits below x's largest.
+            For more rows, or multiples of 32 from five rows on: 32 rows of the weight at a time become bf16 in the
+            cache. A scale a row: exact integers, their sums scaled. A scale a group: the weight is rounded to bf16
+            first, as if it had been stored so
+A row's result depends on the rows beside it only by which of the roads their number takes.
 Story    notebooks/09_quantization.ipynb
 """
 
