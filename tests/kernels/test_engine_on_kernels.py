@@ -1,22 +1,29 @@
 """The whole engine on Triton's kernels: pages, chunks, a window, sampling and packing give the plain path's tokens.
 
+With quantized weights and a quantized cache: the tokens of weights written out as numbers, and of rounded keys.
+
 In the interpreter this is the road a GPU takes, step for step; on a GPU it is that road. Only a CUDA graph needs the
 GPU: in the interpreter its stand-in does the recorded step again, on the graph's own memory.
 """
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_checks import DEVICE, needs_kernel
+from quantized_oracle import alone
+from torch import nn
 
 import minserve.graphs
+from minserve.calibration import quantize_model
 from minserve.config import ModelConfig, RopeConfig
 from minserve.engine import LLM
 from minserve.fused import FusedModel
-from minserve.kernels import native
+from minserve.kernels import native, packed_matmul
 from minserve.model import Model
 from minserve.prefill_decode import generate
+from minserve.quantization import QuantLinear, Scheme
 from minserve.request import SamplingParams, seed_of
 
 
@@ -54,6 +61,15 @@ def graphs_in_the_interpreter(llm, monkeypatch) -> None:
     Again.replays = 0
 
 
+def tiny(**changes) -> Model:
+    torch.manual_seed(0)
+    config = ModelConfig(**dict(
+        family="llama", vocab_size=101, hidden_size=48, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=2,
+        head_dim=16, norm_eps=1e-5, rope=RopeConfig(1e4), context=128, tied=True,
+    ) | changes)  # fmt: skip
+    return Model.random(config, torch.float32, DEVICE)
+
+
 @needs_kernel
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -67,12 +83,7 @@ def graphs_in_the_interpreter(llm, monkeypatch) -> None:
 )
 def test_the_engine_gives_the_plain_paths_tokens(monkeypatch, step, window, changes):
     monkeypatch.setattr(native, "usable", lambda: "this is about Triton's kernels")
-    torch.manual_seed(0)
-    config = ModelConfig(**dict(
-        family="llama", vocab_size=101, hidden_size=48, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=2,
-        head_dim=16, norm_eps=1e-5, rope=RopeConfig(1e4), context=128, tied=True, windows=(window,) * 2,
-    ) | changes)  # fmt: skip
-    model = Model.random(config, torch.float32, DEVICE)
+    model = tiny(windows=(window,) * 2, **changes)
     system = [5, 17, 9, 60, 2, 2, 33, 8, 71]
     prompts = [[*system, 4], [*system, 90, 12, 7, 55, 1, 3], [44], [*system, 4, 4, 4]]
     params = [
@@ -96,4 +107,47 @@ def test_the_engine_gives_the_plain_paths_tokens(monkeypatch, step, window, chan
             assert output.error is None and output.tokens == list(generate(model, prompt, one))
     assert llm.scheduler.hit_tokens > 0
     assert step != "graph" or DEVICE != "cpu" or Again.replays > 2
+    llm.pages.check([])
+
+
+def written_out(model: Model) -> Model:
+    """A copy on a CPU whose linears hold their weights as numbers."""
+    model = deepcopy(model).cpu()
+    for name, part in list(model.named_modules()):
+        if isinstance(part, QuantLinear):
+            linear = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None)
+            linear.weight, linear.bias = nn.Parameter(part.dequantize(), requires_grad=False), part.bias
+            model.set_submodule(name, linear)
+    return model
+
+
+@needs_kernel
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, scheme, step, changes",
+    [
+        ("int4", Scheme(4, 16, symmetric=False), "graph", dict(windows=(6, None), qkv_bias=True)),
+        ("int8", Scheme(8), "plain", dict(windows=(6,), num_layers=1, qk_norm=True, tied=False)),
+    ],
+    ids=["int4", "int8"],
+)
+def test_quantized_it_gives_the_tokens_of_the_definitions(monkeypatch, kind, scheme, step, changes):
+    monkeypatch.setattr(native, "usable", lambda: "this is about Triton's kernels")
+    if DEVICE == "cpu":  # an interpreter takes its time per program, not per row
+        tiles = packed_matmul.gemv_tiles
+        monkeypatch.setattr(packed_matmul, "gemv_tiles", lambda *a: tiles(*a) | dict(ROWS=32))
+    model = tiny(**dict(hidden_size=32, num_heads=4, vocab_size=93) | changes)
+    quantize_model(model, "rtn", scheme, progress=False)
+    prompts = [[5, 17, 9, 60, 2, 2, 33, 8, 71, 4], [44], [5, 17, 9, 60, 2, 2, 33, 8, 71, 90, 12]]
+    params = [SamplingParams(max_tokens=n, temperature=0.9, seed=n, ignore_eos=True) for n in (2, 4, 2)]
+    limits = dict(num_pages=24, page_size=4, token_budget=9, chunk=6, max_running=2)
+    in_turn = "fused" if step == "graph" and DEVICE == "cpu" else step
+    llm = LLM(model, step=in_turn, overlap=step != "plain", kv_cache_dtype=kind, **limits)
+    if step == "graph" and DEVICE == "cpu":
+        graphs_in_the_interpreter(llm, monkeypatch)
+    definitions = written_out(model)
+    for prompt, its, (output,) in zip(prompts, params, llm.generate(prompts, params)):
+        assert output.error is None and output.tokens == alone(definitions, prompt, its, kind, 4)
+    assert step != "graph" or DEVICE != "cpu" or Again.replays > 1
+    assert llm.scheduler.hit_tokens > 0
     llm.pages.check([])
