@@ -305,7 +305,7 @@ class Engine:
                 continue  # it ended with the step before this one
             request.dirty = 0  # its seat may be half written
             try:
-                flight = self._launch([(request, num_tokens)], record, [])
+                flight = self._launch([(request, self.cache.again(request, num_tokens))], record, [])
             except Exception as its_own:
                 self._fail(request, its_own)
                 news.append(self._end(request))

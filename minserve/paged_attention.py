@@ -140,6 +140,10 @@ class PagedCache:
         """`targets` of a recorded step."""
         return self.targets(step)
 
+    def again(self, request, num_tokens: int) -> int:
+        """How many tokens to compute in place of these, whose step failed somewhere between two layers."""
+        return num_tokens
+
     def store(self, layer: int, step, native) -> None:
         """What is left to do before the step's keys and values can be read: here they lie in their pages already."""
 

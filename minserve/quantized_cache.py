@@ -130,22 +130,22 @@ class Int4Cache(PagedCache):
         """The keys and values of single tokens are in their open pages; those that are full now are sealed."""
         self._seal(self.open[layer], step.more["homes"], step.more["sealed"], layer, native)
 
+    def again(self, request, num_tokens: int) -> int:
+        """What was carried out may lie where the beginning of a chunk's page was: that is computed again."""
+        begun = request.computed % self.page_size if num_tokens > 1 else 0
+        request.computed -= begun
+        return num_tokens + begun
+
     def _seal(self, tokens, starts, pages, layer, native) -> None:
         (native.seal if native else seal)(*tokens, starts, pages, *(pool[layer] for pool in self.pools))
 
     def look_for(self, batch, native=None):
         n, B, device = batch.num_singles, len(batch.plan), self.example.device
         more, chunks = self.more_of(batch), Chunks.of(batch, self.page_size, device)
-        single = Rows(
-            batch.tables[:n], batch.starts[: n + 1], batch.lengths[:n], max(batch.host_lengths), more["homes"]
-        )
-        chunked = Rows(
-            batch.tables[n:],
-            batch.starts[n:] - n,
-            batch.lengths[n:],
-            max(batch.counts[n:], default=0),
-            chunks.homes,
-        )
+        tables, starts, lengths = batch.tables, batch.starts, batch.lengths
+        longest, most = max(batch.host_lengths), max(batch.counts[n:], default=0)
+        single = Rows(tables[:n], starts[: n + 1], lengths[:n], longest, more["homes"])
+        chunked = Rows(tables[n:], starts[n:] - n, lengths[n:], most, chunks.homes)
 
         def look(layer: int, q):
             out, opened = torch.empty_like(q), self.open[layer]
@@ -219,7 +219,7 @@ class Chunks(NamedTuple):
 
     slots: (
         torch.Tensor
-    )  # [T] of each new token: single ones first, then row by row, each from its page's beginning
+    )  # [T] of each new token: single ones, then row by row, each behind its page's beginning
     homes: torch.Tensor  # [C] where a row of several tokens begins
     begun: torch.Tensor  # tokens of pages already begun: where they go ...
     kept: torch.Tensor  # ... and where in `open` they are
@@ -233,11 +233,7 @@ class Chunks(NamedTuple):
         n, lengths, counts = batch.num_singles, np.array(batch.host_lengths), np.array(batch.counts)
         requests, lengths, counts = [r for r, _ in batch.plan[n:]], lengths[n:], counts[n:]
         past, seats = lengths - counts, np.array([r.seat for r in requests], np.int64)
-        begun, full, left = (
-            past % S,
-            lengths // S - past // S,
-            lengths % S,
-        )  # tokens, pages, tokens of each row
+        begun, full, left = past % S, lengths // S - past // S, lengths % S  # tokens, pages, tokens
         homes = n + np.cumsum(begun + counts) - (begun + counts)
         tokens, pages = np.arange, range(len(requests))
         numbers = (

@@ -196,8 +196,10 @@ def real(smollm):
 
 
 ONE_OF = [set(CACHES), set(WEIGHTS)]  # these exclude each other
-ALL = frozenset(SWITCHES) - {"int8 cache", "fp8 cache", "int8 weights"}
-CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [ALL]
+# Roundings amplify: one that falls the other way, of thousands, moves int4's logits by hundredths, and a draw sees it
+ALL = frozenset(SWITCHES) - {"fp8 cache", "int4 cache", "int8 weights"}
+GREEDY = ALL - {"sampling", "int8 cache"} | {"int4 cache"}
+CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [ALL, GREEDY]
 CASES = [on for on in CASES if not any(len(on & kinds) > 1 for kinds in ONE_OF)]
 LATER = {"fused", "overlap", *CACHES, *WEIGHTS}  # in pairs, left out of `make quick`
 
@@ -218,8 +220,8 @@ def test_tokens_equal_the_plain_path(models, on):
         {"fork", "sampling", "overlap"},
         {"preemption", "priorities", "graph"},
         {"int8 cache", "int8 weights", "prefix", "graph"},
-        ALL - {"window", "int4 weights"},
-        ALL - {"window", "int4 cache"},
+        ALL - {"window", "int4 weights", *CACHES},
+        ALL - {"window", *CACHES},
     ],
     ids=lambda on: " + ".join(sorted(on)),
 )

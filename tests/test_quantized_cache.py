@@ -3,7 +3,10 @@
 import pytest
 import torch
 from quantized_oracle import alone
+from wrong_versions import wrong_version
 
+import minserve.engine
+import minserve.quantized_cache
 from minserve.engine import LLM, Engine
 from minserve.kernels import native
 from minserve.kv_cache import bytes_per_token
@@ -124,6 +127,32 @@ def test_heads_of_an_odd_number_of_channels(checkpoints):
         cache_for("int4", config, 4, 4, torch.float32, "cpu", 0, seats=1, tokens=4)
 
 
+def check_failure(model, kind: str) -> None:
+    """A step dies between two layers, when the first have moved their tokens on: everybody's answer is as without."""
+    its = [params(i, 10) for i in range(4)]
+    prompts = [PROMPTS[2], list(range(30, 65)), [9] * 21, PROMPTS[0]]
+    with torch.inference_mode():
+        llm = serve(model, kind, token_budget=48, chunk=13)
+        readers, died = llm.cache.chunks if kind == "int4" else llm.cache.readers, []
+
+        def dying(layer, *rest):
+            if layer == 1 and llm.scheduler.steps not in died and len(died) < 12:
+                died.append(llm.scheduler.steps)
+                raise RuntimeError("between two layers")
+            return readers(layer, *rest)
+
+        setattr(llm.cache, "chunks" if kind == "int4" else "readers", dying)
+        made = llm.generate(prompts, its)
+        assert len(died) > 2
+        for prompt, p, (output,) in zip(prompts, its, made):
+            assert output.error is None and output.tokens == alone(model, prompt, p, kind, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_fails_halfway_loses_nothing(checkpoints, kind):
+    check_failure(load(checkpoints("llama-3")), kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_broken_numbers_stay_visible(checkpoints, kind):
     """A NaN in the weights ends each request with an error: no rounding turns it into a number."""
@@ -131,6 +160,82 @@ def test_broken_numbers_stay_visible(checkpoints, kind):
     model.layers[0].self_attn.v_proj.weight[3, 3] = torch.nan
     (output,) = serve(model, kind).generate([PROMPTS[2]], SamplingParams(max_tokens=12))[0]
     assert output.finish_reason == "error" and "NaN" in str(output.error)
+
+
+# ---------------------------------------------------------------- these checks can fail
+def sound(checkpoints, kind):
+    check(load(checkpoints("llama-3")), kind)
+
+
+def plainly(checkpoints, kind):
+    check(load(checkpoints("llama-3")), kind, "plain")
+
+
+def windowed(checkpoints, kind):
+    check(load(checkpoints("mistral")), kind, sinks=3)
+
+
+def without(checkpoints, kind):
+    """As on a machine without a compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "usable", lambda: "switched off by a test")
+        sound(checkpoints, kind)
+
+
+def failing(checkpoints, kind):
+    check_failure(load(checkpoints("llama-3")), kind)
+
+
+WRONG = [  # what is wrong, the right text, the wrong one, kind, who notices
+    ("nothing is written", "        write(*new", "        0 and write(*new", "int8", sound),
+    ("each token one slot late", "*scales, step.slots)", "*scales, step.slots + 1)", "int8", sound),
+    ("values' scales for keys", "scales = self.k_scales[layer].flatten(0, 1), self.v",
+     "scales = self.v_scales[layer].flatten(0, 1), self.v", "int8", sound),
+    ("one layer's scales for all", "scales = self.k_scales[layer], self.v_scales[layer]",
+     "scales = self.k_scales[0], self.v_scales[0]", "fp8", sound),
+    ("fp8 is int8", '"fp8": torch.float8_e4m3fn', '"fp8": torch.int8', "fp8", sound),
+    ("int8 is fp8", '"int8": torch.int8', '"int8": torch.float8_e4m3fn', "int8", without),
+    ("the first tokens of `fresh` for all", "return self.order[: len(batch.slots)]",
+     "return self.order[: len(batch.slots)] * 0", "int8", sound),
+    ("a page is sealed one token early", "if n % S == 0 else -1 for r",
+     "if n % S == S - 1 else -1 for r", "int4", sound),
+    ("single tokens never seal", "if n % S == 0 else -1 for r", "if False else -1 for r", "int4", sound),
+    ("sealed into the page before", "r.pages[(n - 1) // S] if", "r.pages[(n - 1) // S - 1] if", "int4", sound),
+    ("everybody's open page is seat 0's", "np.array([r.seat * S for r in plan]", "np.array([0 * S for r in plan]",
+     "int4", sound),
+    ("open pages turn round early", "homes + (lengths - 1) % S", "homes + (lengths - 1) % (S // 2)", "int4", sound),
+    ("chunks never seal", "self._seal(self.fresh", "0 and self._seal(self.fresh", "int4", sound),
+    ("the beginning is not carried in", "x[chunks.begun] = y[chunks.kept]", "pass", "int4", sound),
+    ("the rest is not carried out", "y[chunks.places] = x[chunks.left]", "pass", "int4", sound),
+    ("carried out of the first page", "spans(homes + full * S, left)", "spans(homes, left)", "int4", sound),
+    ("a chunk's pages are those of its beginning", "requests[i].pages[past[i] // S : lengths[i] // S]",
+     "requests[i].pages[: full[i]]", "int4", sound),
+    ("a chunk does not begin at its page", "begun, full, left = past % S,",
+     "begun, full, left = past * 0,", "int4", sound),
+    ("all chunks in one place", "homes = n + np.cumsum(begun + counts) - (begun + counts)",
+     "homes = n + 0 * counts", "int4", sound),
+    ("the whole past is unrounded", "first = (length - n) // S * S", "first = 0 * S", "int4", plainly),
+    ("its own page is seen rounded, too", "j // S < p // S)", "j // S <= p // S)", "int4", plainly),
+    ("unrounded for later queries, too", "(j // S == p // S) & (j <= p)", "(j <= p)", "int4", plainly),
+    ("a query sees what comes", "(j // S == p // S) & (j <= p)", "(j // S == p // S)", "int4", plainly),
+    ("the window is forgotten", "            seen &= (j > p - window) | (j < sinks)\n", "            pass\n", "int4",
+     windowed),
+    ("sinks are forgotten", "(old > length - n - window) | (old < sinks)", "(old > length - n - window)", "int4",
+     windowed),
+    ("heads tiled", "q.view(n, G, H // G, D).transpose(0, 1)", "q.view(n, H // G, G, D).permute(2, 0, 1, 3)", "int4",
+     plainly),
+    ("the beginning is believed after a failure", "request.computed -= begun\n",
+     "return num_tokens\n", "int4", failing),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("right, wrong, kind, notices", [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+@pytest.mark.slow
+def test_wrong_caches_are_noticed(checkpoints, monkeypatch, right, wrong, kind, notices):
+    module = wrong_version(minserve.quantized_cache, right, wrong)
+    monkeypatch.setattr(minserve.engine, "cache_for", module.cache_for)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        notices(checkpoints, kind)
 
 
 @pytest.mark.slow
