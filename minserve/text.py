@@ -53,7 +53,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text as the model saw it in training: with BOS, if this tokenizer has one."""
-        return self.hf.encode(text)
+        return self.hf.encode(text, verbose=False)  # too long is for the engine to say
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
