@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from minserve.quantization import QuantLinear, unpack
 
-FEW = 16  # without a matrix unit: up to so many rows are multiplied by packed weights (`bench matmul`)
+FEW = 32  # without a matrix unit: up to so many rows are multiplied by packed weights (`bench matmul`)
 TILED = 128  # with one
 TORCHED = 32  # without a compiler: up to so many rows are multiplied by PyTorch's kernels
 
