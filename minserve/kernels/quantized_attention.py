@@ -239,6 +239,6 @@ def attend_in_splits(
 
 def tiles(D: int, dtype, arch: str, rows: int, page_size: int | None) -> dict:
     block = quantized_tiles(paged_tiles(D, dtype, arch, rows), page_size)
-    if page_size and not has_matrix_units(dtype, arch):
-        block["num_warps"] = 8  # multiply-adds over a tile as narrow as a page spill with 4
+    if not has_matrix_units(dtype, arch):
+        block["num_warps"] = 8  # multiply-adds spill with 4
     return block
