@@ -1,9 +1,11 @@
 """Wrong versions of native_kv.cpp, each rejected by the checks the right one passes: see test_native_mutations.py."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import test_native_kv as checks
 from test_native import BF16, FP32, needs_native
-from test_native_mutations import OWN, PLAIN, changed, compiled
+from test_native_mutations import OWN, PLAIN, compiled, wrong_versions
 
 from minserve.kernels import native, native_build
 
@@ -120,6 +122,12 @@ MUTATIONS = {
 CASES = [(battery, *mutation) for battery, mutations in MUTATIONS.items() for mutation in mutations]
 
 
+@pytest.fixture(scope="module")
+def wrong_ones(tmp_path_factory):
+    with ThreadPoolExecutor(2) as pool:
+        yield wrong_versions(CASES, 2, [], tmp_path_factory.mktemp("wrong"), pool)
+
+
 @pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])
 def test_the_right_version_passes(flags, tmp_path):
     try:
@@ -131,9 +139,8 @@ def test_the_right_version_passes(flags, tmp_path):
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=[f"{c[0].__name__}: {c[1]}" for c in CASES])
-def test_the_wrong_version_is_rejected(i, tmp_path):
-    battery, _, right, wrong = CASES[i]
-    ops = compiled(changed(right, wrong), PLAIN, tmp_path / "wrong.so")
+def test_the_wrong_version_is_rejected(wrong_ones, i):
+    battery, ops = CASES[i][0], wrong_ones[i].result()
     with pytest.raises(AssertionError):
         battery(ops)
 

@@ -1,7 +1,8 @@
 """The tests of the CPU's kernels can fail: every wrong version of the C++ below is rejected by their checks.
 
-Wrong versions are compiled without optimising, and for a plain CPU where the compiler knows one: that is
-quick, and the right version passes in the same form. None of them leaves the memory its check has made.
+Of a wrong version only the part that it is wrong in is compiled, without optimising, and for a plain CPU where
+the compiler knows one: that is quick, and the right version passes in the same form. None of them leaves the
+memory its check has made.
 """
 
 import ctypes
@@ -183,36 +184,46 @@ def changed(right, wrong):
     return source.replace(right, wrong)
 
 
-def compiled(source, flags, out):
-    command = [
-        *native_build._compiler(),
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        *flags.split(),
-        "-x",
-        "c++",
-        "-",
-        "-o",
-        out,
-    ]
+def make(source, *arguments):
+    command = [*native_build._compiler(), "-std=c++17", "-fPIC", *arguments]
     result = subprocess.run(command, input=source, capture_output=True, text=True)
     if result.returncode:
         raise native.Unavailable(result.stderr)
+
+
+def compiled(source, flags, out):
+    make(source, "-shared", *flags.split(), "-x", "c++", "-", "-o", out)
     return native.Native(ctypes.CDLL(str(out)))
+
+
+def wrong_versions(cases, part, unit, folder, pool):
+    """Each of them, when it is asked for: its part of the source is compiled, the others are the right one's."""
+
+    def built(source, flags, part, name):
+        make(source, *flags.split(), f"-DPART={part}", "-c", "-x", "c++", "-", "-o", folder / name)
+        return folder / name
+
+    right = {
+        (flags, other): pool.submit(built, native_build.source(), flags, other, f"right {flags} {other}.o")
+        for flags in {OWN if case[0] in unit else PLAIN for case in cases}
+        for other in {*range(native_build.PARTS)} - {part}
+    }
+
+    def build(i):
+        battery, _, before, after = cases[i]
+        flags = OWN if battery in unit else PLAIN
+        parts = [built(changed(before, after), flags, part, f"{i}.o")]
+        parts += [object.result() for (its, _), object in right.items() if its == flags]
+        make(None, "-shared", *parts, "-o", folder / f"{i}.so")
+        return native.Native(ctypes.CDLL(str(folder / f"{i}.so")))
+
+    return [pool.submit(build, i) for i in range(len(cases))]
 
 
 @pytest.fixture(scope="module")
 def wrong_ones(tmp_path_factory):
-    """All of them, two compilers at a time."""
-    folder = tmp_path_factory.mktemp("wrong")
-
-    def build(i):
-        battery, _, right, wrong = CASES[i]
-        return compiled(changed(right, wrong), OWN if battery is tiles else PLAIN, folder / f"{i}.so")
-
     with ThreadPoolExecutor(2) as pool:
-        yield [pool.submit(build, i) for i in range(len(CASES))]
+        yield wrong_versions(CASES, 0, [tiles], tmp_path_factory.mktemp("wrong"), pool)
 
 
 @pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])

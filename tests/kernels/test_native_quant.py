@@ -62,7 +62,7 @@ def check(ops, bits, T=3, N=33, K=37, group=None, dtype=FP32, zeros=False, wide=
 
 def check_few(ops, bits, dtype=FP32, rows=(1, 2, 3, 7, 8, 13)):
     """Vectors: ragged rows and groups, and a group for every way of counting them."""
-    groups = [None, 8, 24, 32, 64, 128, 512] + [1, 5, 20] * (bits == 8)
+    groups = [None, 8, 24, 32, 48, 64, 128, 512] + [1, 5, 20] * (bits == 8)
     for K, group in itertools.product((5, 100, 200, 320), groups):
         for T, zeros in zip(rows, itertools.cycle((False, True))):
             check(ops, bits, T, 19, K, group, dtype, zeros, wide=T % 3 == 1)
@@ -114,7 +114,16 @@ def exact(bits, x, qweight, scales, zeros, group, bias=None):
     return y if bias is None else y + bias.double()
 
 
-DIGITS = [(64, None), (320, None), (576, 64), (576, 128), (320, 192), (1536, 512), (128, 64)]  # (K, group)
+DIGITS = [
+    (64, None),
+    (192, 48),
+    (320, None),
+    (576, 64),
+    (576, 128),
+    (320, 192),
+    (1536, 512),
+    (128, 64),
+]  # (K, group)
 
 
 def check_digits(ops, bits, rows=range(1, 9)):
@@ -151,13 +160,13 @@ def check_digits_by_hand(ops):
 
 
 def check_not_finite_alone(ops, bits):
-    """inf and NaN make their own row NaN; those beside it have the bits that they have without it."""
+    """inf and NaN spoil their own row; those beside it have the bits that they have without it."""
     linear, case = getattr(ops, f"linear_int{bits}"), weight(bits, 40, 128, 64, BF16)
     x = randn(8, 128, dtype=BF16)
     before = linear(x, *case)
     x[2, 100], x[5, 7], x[7, 127] = INF, NAN, -INF
     got = linear(x, *case)
-    assert got[[2, 5, 7]].isnan().all()
+    assert not got[[2, 5, 7]].isfinite().any()
     same(got[[0, 1, 3, 4, 6]], before[[0, 1, 3, 4, 6]])
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_native_quant as checks
 from test_native import BF16, FP32, needs_native
-from test_native_mutations import OWN, PLAIN, changed, compiled
+from test_native_mutations import OWN, PLAIN, compiled, wrong_versions
 
 from minserve.kernels import native, native_build
 
@@ -30,6 +30,19 @@ def panels(ops):
         checks.check_exact_sums(ops, bits)
 
 
+def digits(ops):
+    """Few rows on the matrix unit."""
+    checks.check_digits_by_hand(ops)
+    for bits in (4, 8):
+        checks.check_digits(ops, bits, rows=(1, 3, 4, 5, 8))
+        checks.check_not_finite_alone(ops, bits)
+
+
+def unpacked(ops):
+    for bits, dtype in ((4, FP32), (4, BF16), (8, FP32), (8, BF16)):
+        checks.check_dequantize(ops, bits, dtype)
+
+
 SHARED = [  # int4 finds them, as int8 would
     ("the neighbour's scale", "scale = looked_up(scales + at,", "scale = looked_up(scales + at + 1,"),
     ("the first row's scales", "int64_t at = (row[r] - begin) * w.Q + laid.first[s];", "int64_t at = laid.first[s];"),
@@ -42,11 +55,11 @@ SHARED = [  # int4 finds them, as int8 would
     ("ragged tail dropped", "if (whole < laid.steps) step(whole, w.held - whole * B::HELD);", ""),
     ("the last rows twice", "row[r] = std::min(n + r, end - 1)", "row[r] = std::min(n + r, end - 2)"),
     ("the last rows forgotten", "r < std::min<int64_t>(R, end - n); r++", "r < std::min<int64_t>(R, end - n - 1); r++"),
-    ("bias twice", "bias ? number(bias[n + r])", "bias ? 2 * number(bias[n + r])"),
-    ("the first bias for all", "number(bias[n + r])", "number(bias[r])"),
+    ("bias twice", "bias ? sum + load(bias + i, end - i)", "bias ? sum + 2.f * load(bias + i, end - i)"),
+    ("the first bias for all", "load(bias + i, end - i)", "load(bias + i - n, end - i)"),
     ("the first row of x for all", "load(x + m * laid.pitch + (s", "load(x + (s"),
     ("the same rows of x again", "laid.x.data() + t * laid.pitch,", "laid.x.data(),"),
-    ("narrow scales", "vec scale = w.wide ? load((const float*)", "vec scale = !w.wide ? load((const float*)"),
+    ("narrow scales", "w.wide ? load((const float*)w.scales + at, l", "!w.wide ? load((const float*)w.scales + at, l"),
 ]  # fmt: skip
 MUTATIONS = {
     int4: [
@@ -63,9 +76,10 @@ MUTATIONS = {
         ("no sign", "for (int i = 0; i < W; i++) x[i] = p[i];", "for (int i = 0; i < W; i++) x[i] = (uint8_t)p[i];"),
         ("zero off by one", "HELD = U * W, MIDDLE = 0;", "HELD = U * W, MIDDLE = 1;"),
         ("vectors a lane late", "load(p + u * W, left - u * W)", "load(p + u * W + 1, left - u * W)"),
-        ("all groups taken for whole vectors", "else linear_quantized<Bytes<1>>", "else linear_quantized<Bytes<2>>"),
+        ("a vector twice", "load(p + u * W, left - u * W)", "load(p + u / 2 * W, left - u / 2 * W)"),
+        ("lanes of a step in a row", "return (s * U + u) * W + l; }", "return (s * W + l) * U + u; }"),
         ("a short group in long steps", "group % (8 * W) == 0", "group % (4 * W) == 0"),
-        ("a shorter one in short steps", "group % (2 * W) == 0", "group % W == 0"),
+        ("all groups in long steps", "w.Q == 1 || group % (8 * W) == 0", "true"),
     ],
     panels: [
         ("nibbles of a byte swapped", "pairs | pairs << 12", "pairs << 16 | pairs >> 4"),
@@ -75,28 +89,55 @@ MUTATIONS = {
         ("sums not scaled", "scales = w.Q == 1 ? sums : nullptr;",
          "scales = w.Q == 1 ? sums : nullptr; std::fill(sums, sums + 32, 1.f); return;"),
         ("the first row's scales", "int64_t at = (n + r) * own.Q + g;", "int64_t at = n * own.Q + g;"),
-        ("the first group for all", "g = done / w.group, next", "g = 0, next"),
+        ("the first group for all", "int64_t at = (n + r) * own.Q + g;", "int64_t at = (n + r) * own.Q;"),
         ("the next group begins too late", "std::min({(g + 1) * w.group, ", "std::min({(g + 1) * w.group + 32, "),
         ("both tiles from the upper rows' sums", "panel.scales + tile % 2 * 16", "panel.scales"),
         ("columns overwritten before their use", "k + 2 * CHUNK, w.K)", "k + 3 * CHUNK, w.K)"),
         ("vectors swapped", "_mm512_cvtne2ps_pbh(high, low)", "_mm512_cvtne2ps_pbh(low, high)"),
         ("half a tile", "high = (load(row + k + W) - zero)", "high = (load(row + k) - zero)"),
-        ("groups of 48 columns", "(w.Q == 1 || w.group % 32 == 0) && has", "(w.Q == 1 || w.group % 16 == 0) && has"),
+    ],
+    digits: [
+        ("two digits", "65536.f * c2", "0.f * c2"),
+        ("digits without a sign", "digit = v << 24 >> 24;", "digit = v & 255;"),
+        ("no carry", "v = (v - digit) >> 8,", "v = v >> 8,"),
+        ("cut off instead of rounded", "load(row + k) * up + 12582912.f) - 0x4b400000",
+         "load(row + k) * up * 0.0078125f + 12582912.f) - 0x4b400000 << 7"),
+        ("one bit too many", "std::ldexp(1.f, 22 - e)", "std::ldexp(1.f, 24 - e)"),
+        ("the first row's unit", "digits[t / TOKENS].unit[t % TOKENS]", "digits[t / TOKENS].unit[0]"),
+        ("the first block's unit", "digits[t / TOKENS].unit[t % TOKENS]", "digits[0].unit[t % TOKENS]"),
+        ("the largest with its sign", "size = (vec)((ivec)y & 0x7fffffff);", "size = y;"),
+        ("not finite overlooked", "std::ldexp(1.f, e - 22) + total(odd)", "std::ldexp(1.f, e - 22)"),
+        ("zeros' digits forgotten", "- shifts[r * w.Q + g] * shift;", ";"),
+        ("the first group's sum of x", "digits[b].sums.data() + i * 16", "digits[b].sums.data()"),
+        ("the first group's scale", "g = w.Q == 1 ? 0 : i;", "g = 0;"),
+        ("the first rows of x again", "_tile_loadd(6, digits[1]", "_tile_loadd(6, digits[0]"),
+        ("high nibbles low", "_mm512_slli_epi16(pairs, 4)) & low", "_mm512_slli_epi16(pairs, 8)) & low"),
+        ("laid out too late", "if (k + LEAD < K) lay_out(k + LEAD);", "if (k + LEAD + 64 < K) lay_out(k + LEAD + 64);"),
+        ("the last rows of another block", "n = std::min(block, w.N - 16);", "n = std::min(block, w.N - 17);"),
+        ("bias forgotten", "bias ? value + load(bias + n) : value", "value"),
+        ("narrow scales", "vec scale = w.wide ? load((const float*)w.scales + at) : load(", "vec scale = load("),
+        ("groups of 48 columns", "w.K % 64 == 0 && (w.Q == 1 || w.group % 64 == 0)", "w.K % 64 == 0"),
+    ],
+    unpacked: [
+        ("nibbles swapped", "both[2 * i] = low[i], both[2 * i + 1] = high[i]",
+         "both[2 * i] = high[i], both[2 * i + 1] = low[i]"),
+        ("the tail's byte forgotten", "k / 2, (n + 1) / 2)", "k / 2, n / 2)"),
+        ("writes past the group", "memcpy(to + k, both, n * sizeof(E));", "memcpy(to + k, both, sizeof both);"),
+        ("zero off by one", "[at] : B::MIDDLE, scale", "[at] : B::MIDDLE + 1, scale"),
+        ("the first row's scales", "int64_t at = n * w.Q + g, k", "int64_t at = g, k"),
+        ("the first group's scale", "int64_t at = n * w.Q + g, k", "int64_t at = n * w.Q, k"),
+        ("no zeros", "float zero = w.zeros ? ((const", "float zero = false ? ((const"),
+        ("bytes: a column late", "(load(row + k, end - k) - zero)", "(load(row + k + 1, end - k) - zero)"),
     ],
 }  # fmt: skip
+UNIT = (panels, digits)
 CASES = [(battery, *mutation) for battery, mutations in MUTATIONS.items() for mutation in mutations]
 
 
 @pytest.fixture(scope="module")
 def wrong_ones(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wrong")
-
-    def build(i):
-        battery, _, right, wrong = CASES[i]
-        return compiled(changed(right, wrong), OWN if battery is panels else PLAIN, folder / f"{i}.so")
-
     with ThreadPoolExecutor(2) as pool:
-        yield [pool.submit(build, i) for i in range(len(CASES))]
+        yield wrong_versions(CASES, 1, UNIT, tmp_path_factory.mktemp("wrong"), pool)
 
 
 @pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])
@@ -112,7 +153,7 @@ def test_the_right_version_passes(flags, tmp_path):
 @pytest.mark.parametrize("i", range(len(CASES)), ids=[f"{c[0].__name__}: {c[1]}" for c in CASES])
 def test_the_wrong_version_is_rejected(wrong_ones, i):
     battery = CASES[i][0]
-    if battery is panels and not native.Native().matrix_units:
+    if battery in UNIT and not native.Native().matrix_units:
         pytest.skip("no matrix unit here")
     ops = wrong_ones[i].result()
     with pytest.raises(AssertionError):
