@@ -24,6 +24,9 @@ HEADS_BY_DTYPE = list(product(HEADS, DTYPES) if DEVICE == "cuda" else zip(HEADS,
 if DEVICE == "cuda" and architecture(torch.device("cuda", 0)) in ("sm_75", "sm_80", "sm_86", "sm_87"):
     del KINDS["fp8"]  # refused there, as the last test says
 eight = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4"])
+two = pytest.mark.parametrize(
+    "kind", ["int8", "int4"]
+)  # fp8 is int8 but for the conversion, which is the same everywhere
 kinds = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "fp8" else kind for kind in KINDS]
 )
@@ -254,7 +257,7 @@ def test_decode_heads(heads, dtype, kind):
 
 @needs_kernel
 @unwritten
-@kinds
+@two
 @pytest.mark.parametrize("S, splits", [(8, None), (32, 3), (64, 1), pytest.param(16, 5, marks=slow)])
 def test_decode_at_page_boundaries(S, splits, kind):
     lengths, its = [1, 2 * S - 1, 2 * S, 2 * S + 1, 0], dict(D=24, S=S, splits=splits, seed=S)
@@ -277,7 +280,7 @@ WINDOWS = [(1, 0), (17, 33), pytest.param(16, 0, marks=slow), pytest.param(70, 1
 
 @needs_kernel
 @unwritten
-@kinds
+@two
 @pytest.mark.parametrize("window, sinks", WINDOWS)
 def test_decode_window(window, sinks, kind):
     masks = dict(window=window, sinks=sinks)
@@ -289,7 +292,7 @@ def test_decode_window(window, sinks, kind):
 
 @needs_kernel
 @unwritten
-@kinds
+@two
 def test_large_scores_and_more_splits_than_one_tile_of_them(kind):
     quantized.check_decode(quantized_attention, kind, [1, 1], [400, 340], splits=20, size=20.0, D=16)
     quantized.check_prefill(quantized_prefill, kind, [40], [70], size=20.0)
@@ -325,7 +328,7 @@ def test_prefill_heads(heads, dtype, kind):
 
 
 @needs_kernel
-@kinds
+@two
 @pytest.mark.parametrize("S", [8, 32, 64, pytest.param(16, marks=slow)])
 def test_prefill_at_page_boundaries(S, kind):
     queries, lengths = [1, 1, S // 2, min(S, 20), 1], [1, 2 * S - 1, 2 * S, 2 * S + 1, 0]
@@ -333,7 +336,7 @@ def test_prefill_at_page_boundaries(S, kind):
 
 
 @needs_kernel
-@kinds
+@two
 @pytest.mark.parametrize("window, sinks", WINDOWS)
 def test_prefill_window(window, sinks, kind):
     masks = dict(window=window, sinks=sinks)
