@@ -3,7 +3,8 @@
     F.linear    the same weights unquantized, in the dtype of the activations: what the others are compared with
     minserve    a GPU: int4_matmul, int8_matmul, which choose by the number of rows among
     gemv, dot, dense    kernels/packed_matmul.py's three roads; their crossings are what its constants should say
-    native      a CPU: kernels/native_quant.cpp, packed weights unpacked in registers
+    native      a CPU: kernels/native_quant.cpp and native_digits.cpp on packed weights; up to 128 rows replayed in C++,
+                as in the engine's recorded steps: the other sides are called from Python
     unpacked    a CPU: unpacked as a whole, then F.linear
     torch       a CPU: PyTorch's own kernels, _weight_int8pack_mm and _weight_int4pack_mm_for_cpu
     bound       bytes of the packed weights, scales included, / read bandwidth, or 2 flops per weight and row / rate
@@ -30,6 +31,7 @@ from minserve.lab.measure import clock, copies_beyond_cache, in_turn
 from minserve.lab.report import Report, Row
 from minserve.lab.roofline import last_level_cache_bytes, name_of
 from minserve.quantization import Scheme, pack, quantize
+from minserve.quantized_linear import TILED
 
 ROWS = (1, 16, 64, 4, 256, 2, 8, 32, 128, 512)  # the most telling first, for the time may end
 SCHEMES = {"int4 g128": Scheme(4, 128), "int8": Scheme(8), "int4 g64": Scheme(4, 64)}
@@ -109,6 +111,8 @@ def samples_of(options: Options, M: int, scheme: Scheme, N: int, K: int):
     copies = 2 if options.quick else min(64, copies_beyond_cache(packed, last_level_cache_bytes()) // 4 + 2)
     sets = [first] + [buffers() for _ in range(copies - 1)]
     runs = {who: partial(through, run, sets) for who, run in sides.items()}
+    if "native" in runs and M <= TILED:  # the engine records a step of so few rows
+        runs["native"] = recorded(sides["native"], sets)
     return in_turn(runs, repeats=options.repeats, at_most=options.at_most / 120), packed, []
 
 
@@ -120,6 +124,16 @@ def swap(measured, packed: int):
 def through(run, sets: list) -> float:
     """Seconds of one call, over sets that take turns."""
     return clock(lambda: [run(*own) for own in sets]) / len(sets)
+
+
+def recorded(run, sets: list):
+    """The same, its calls replayed in C++: a recorded step does not pay for being called from Python."""
+    ops = native.Native()
+    with ops.recording() as calls:
+        for x, weight, held, other in sets:
+            run(x, weight, held, other, ops)
+    replay = ops.replay(calls)
+    return lambda: clock(replay) / len(sets)
 
 
 def sides_of(M: int, scheme: Scheme, K: int, dtype) -> dict:
@@ -136,8 +150,8 @@ def sides_of(M: int, scheme: Scheme, K: int, dtype) -> dict:
     sides = {}
     if not native.usable():
         ops = native.Native()
-        run = ops.linear_int4 if bits == 4 else ops.linear_int8
-        sides["native"] = lambda x, weight, held, other: run(x, *held)
+        name = f"linear_int{bits}"
+        sides["native"] = lambda x, weight, held, other, ops=ops: getattr(ops, name)(x, *held)
         if unpack := getattr(ops, f"dequantize_int{bits}", None):
             sides["unpacked"] = lambda x, weight, held, other: linear(x, unpack(*held, K, dtype))
     if dtype == torch.bfloat16 and other_fits(scheme, K):
