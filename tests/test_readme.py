@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from minserve.bench import peers
+from minserve.bench import kv, peers, quality
 from minserve.lab.report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +41,15 @@ def test_the_table_against_others_is_the_recorded_one():
     assert peers.markdown(report) in README
     engines = {row.split(" ")[0] for row in peers.markdown(report).replace("| ", "").splitlines()[2:]}
     assert engines == {"minserve", "transformers", "vLLM", "llama.cpp"}, "one of them was not measured"
+
+
+def test_the_tables_of_fewer_bytes_are_the_recorded_ones():
+    load = lambda name: Report.load(ROOT / "figures" / "data" / f"{name}.json")
+    assert quality.markdown(load("quality_cpu"), load("decode_quant_cpu")) in README
+    assert kv.markdown(load("kv_cpu")) in README
+    times = re.search(r"INT8 and INT4 reach ([\d.]+) and ([\d.]+) times", " ".join(README.split())).groups()
+    for its, kind in zip(times, ("int8", "int4")):
+        assert its == f"{row('peers_quant_cpu', f'minserve {kind} / llama.cpp').median:.2f}"
 
 
 def test_every_notebook_is_in_the_table():

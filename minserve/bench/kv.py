@@ -324,3 +324,32 @@ def evaluation(name: str | None, tokens: int) -> list[int]:
     from minserve.text import Tokenizer
 
     return evaluation_text(Tokenizer.load(fetch.resolve(name)), tokens)
+
+
+# ---------------------------------------------------------------- what is shown of it
+def markdown(report: Report) -> str:
+    """The README's table: caches down; bytes, requests at once, KL at each length, goodput, the longest step."""
+    name = report.rows[0].case.split(":")[0]
+    full = {"bfloat16": "bf16", "float16": "fp16"}.get(name.split()[-1], "fp32")
+    columns = {
+        "bytes per token": lambda row, kind: row.case == f"{name}: bytes per token, {kind}",
+        "requests at once": lambda row, kind: "at once" in row.case and row.case.endswith(f", {kind}"),
+        "KL, 512 tokens": lambda row, kind: (
+            " 512 tokens" in row.case and row.case.endswith(f"in {kind}: KL from fp32")
+        ),
+        "KL, 2,048": lambda row, kind: (
+            "2,048 tokens" in row.case and row.case.endswith(f"in {kind}: KL from fp32")
+        ),
+        "goodput, requests/s": lambda row, kind: row.unit == "requests/s" and row.case.endswith(f", {kind}"),
+    }
+    lines = [f"| cache | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for kind in (full, "int8", "fp8", "int4"):
+        found = [
+            next((row.median for row in report.rows if fits(row, kind)), None) for fits in columns.values()
+        ]
+        texts = [
+            "" if x is None else f"{x:,.0f}" if x >= 4 else f"{x:.2f}" if x >= 0.1 else f"{x:.4f}"
+            for x in found
+        ]
+        lines.append(f"| {kind} | {' | '.join(texts)} |")
+    return "\n".join(lines)

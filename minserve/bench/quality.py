@@ -150,3 +150,30 @@ def side_by_side(report: Report, texts: Texts, said: dict[str, list[list[int]]])
 
 def first_difference(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
+
+
+# ---------------------------------------------------------------- what is shown of it
+def markdown(report: Report, speed: Report) -> str:
+    """The README's table: models down; KL, perplexity, bytes, and one sequence's rate from `bench decode-quant`."""
+    name = report.rows[0].case.split(":")[0]
+    names = [
+        name,
+        *(case.name for case in CASES if any(row.case == f"{case.name}: KL" for row in report.rows)),
+    ]
+    lines = [
+        "| weights | KL, nats | perplexity | MB held | tok/s, one sequence |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for its in names:
+        kl = "" if its == name else f"{report.row(f'{its}: KL').median:.4f}"
+        rate = rate_of(its, speed) if its in (name, *TOLD) else ""
+        perplexity, held = (report.row(f"{its}: {what}").median for what in ("perplexity", "weights held"))
+        shown = "bfloat16" if its == name else its
+        lines.append(f"| {shown} | {kl} | {perplexity:.2f} | {held / 1e6:.0f} | {rate} |")
+    return "\n".join(lines)
+
+
+def rate_of(name: str, speed: Report) -> str:
+    """How weights were rounded does not change how fast they are read."""
+    kind = {"INT8": "int8", "INT4": "int4"}.get(name[:4], "bfloat16")
+    return f"{next(row for row in speed.rows if f' {kind}, ' in row.case and row.unit == 'tok/s').median:.0f}"
