@@ -3,7 +3,7 @@
     python -m minserve bench peers-quant [--llama-cpp FOLDER --llama-model Q8_0.gguf,Q4_1.gguf]
 
     work   a prompt of 32, 128 new tokens; the first belongs to prefill; sides alternate. llama.cpp's begin behind an
-           empty cache, not behind 32 tokens: with a past, its benchmark crashes on quantized files (b1-0c1e570)
+           empty cache, not behind 32 tokens: this build (b1-0c1e570) crashes on a prompt with quantized weights
     int8   minserve: a scale per row, 8.03 bits a weight. llama.cpp Q8_0: a scale per 32 weights, 8.5 bits
     int4   minserve: symmetric, groups of 128, 4.13 bits, head in 8 bits. llama.cpp Q4_1: scale and minimum per 32
            weights, 5 bits, head in Q8_0
@@ -35,7 +35,7 @@ class Quantized(LlamaCpp):
 
     def __init__(self, folder: str, file: str, kind: str, num_params: int):
         self.bench, self.model, self.threads = tool(folder, BENCH), file, torch.get_num_threads()
-        found = self.single(prompt=8)
+        found = self.single(new=8)
         if not str(found["model_type"]).endswith(" " + TYPES[kind]):
             raise PeerFailed(f"{file.split('/')[-1]} is {found['model_type']!r} where {TYPES[kind]} belongs")
         if found["model_n_params"] != num_params:
