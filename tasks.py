@@ -26,8 +26,6 @@ OLDEST = (3, 11)
 BUDGETS = {"core": 2600, "quantization": 1000, "kernels": 3000}  # lines of code, floors 0 to 6
 QUANTIZATION = set("quantization gptq awq smoothquant calibration".split())
 QUANTIZATION |= {"quantized_files", "quantized_cache", "quantized_linear"}
-    "quantization gptq awq smoothquant calibration quantized_files quantized_cache quantized_linear".split()
-)
 NOT_CORE = set(
     "lab bench cluster __main__ chat doctor quantize server metrics simulator async_engine".split()
 )

@@ -348,7 +348,7 @@ def markdown(report: Report) -> str:
             next((row.median for row in report.rows if fits(row, kind)), None) for fits in columns.values()
         ]
         texts = [
-            "" if x is None else f"{x:,.0f}" if x >= 4 else f"{x:.2f}" if x >= 0.1 else f"{x:.4f}"
+            "" if x is None else f"{x:,.0f}" if x == int(x) else f"{x:.2f}" if x >= 0.1 else f"{x:.4f}"
             for x in found
         ]
         lines.append(f"| {kind} | {' | '.join(texts)} |")
