@@ -165,7 +165,7 @@ def recorded(path: Path) -> list[str]:
     report = json.loads(path.read_text(encoding="utf-8"))
     rows = {row["case"]: row["median"] for row in report["rows"]}
     lines = [f"{'recorded: ' + report['where']:<40}    KL  perplexity    MB  equal greedy tokens"]
-    for name in (case.removesuffix(": KL") for case in rows if case.endswith(": KL")):
+    for name in (case.removesuffix(": greedy") for case in rows if case.endswith(": greedy")):
         kinds = "KL", "perplexity", "weights held", "greedy"
         kl, perplexity, held, equal = (rows[f"{name}: {kind}"] for kind in kinds)
         lines.append(f"{name:<40}{kl:6.4f}{perplexity:12.2f}{held / 1e6:6.0f}{equal:21.0%}")
