@@ -54,9 +54,9 @@ def test_second_turn_reuses_the_cache_and_changes_no_token(parts):
 
 @pytest.mark.parametrize("kind, page", [("int8", 16), ("int4", 64)])
 def test_a_smaller_cache_keeps_the_conversation_too(parts, kind, page):
-    conversation, messages = Conversation(*parts, kv_cache_dtype=kind), "Count from one to forty."
-    first = conversation.ask(messages, SamplingParams(max_tokens=64, ignore_eos=True), str)
-    second = conversation.ask("Again.", SamplingParams(max_tokens=4), str)
+    conversation, messages = Conversation(*parts, kv_cache_dtype=kind), "Name a colour. " * 30
+    first = conversation.ask(messages, SamplingParams(max_tokens=12), str)
+    second = conversation.ask("And another one?", SamplingParams(max_tokens=4), str)
     assert conversation.engine.cache.kind == kind
     assert second.reused == (first.prompt + first.tokens - 1) // page * page > 0
 

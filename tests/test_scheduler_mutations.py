@@ -41,8 +41,8 @@ WRONG = [
      "for page in self.held(request):",
      "test_pages.test_the_least_recently_used_page_goes_first_and_the_end_of_a_chain_before_its_beginning()"),
     # ------------------------------------------------------------ pages: forks
-    ("a child skips the prompt's last token", pages, "computed, S = len(child.tokens) - 1, self.page_size",
-     "computed, S = len(child.tokens), self.page_size", "days"),
+    ("a child skips the prompt's last token", pages, "computed = (len(child.tokens) - 1) // self.shared",
+     "computed = len(child.tokens) // self.shared", "days"),
     ("a leader may still write what it shares", pages,
      "leader.writable = min(leader.writable, leader.computed)", "pass",
      "test_pages.test_whoever_writes_first_copies_also_if_it_is_the_leader()"),
