@@ -196,7 +196,7 @@ def real(smollm):
 
 
 ONE_OF = [set(CACHES), set(WEIGHTS)]  # these exclude each other
-# Roundings amplify: one that falls the other way, of thousands, moves int4's logits by hundredths, and a draw sees it
+# Roundings amplify: one of thousands that falls the other way moves int4's logits, and a draw may see it
 ALL = frozenset(SWITCHES) - {"fp8 cache", "int4 cache", "int8 weights"}
 GREEDY = ALL - {"sampling", "int8 cache"} | {"int4 cache"}
 CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [ALL, GREEDY]

@@ -152,8 +152,8 @@ def sides_of(M: int, scheme: Scheme, K: int, dtype) -> dict:
         ops = native.Native()
         name = f"linear_int{bits}"
         sides["native"] = lambda x, weight, held, other, ops=ops: getattr(ops, name)(x, *held)
-        if unpack := getattr(ops, f"dequantize_int{bits}", None):
-            sides["unpacked"] = lambda x, weight, held, other: linear(x, unpack(*held, K, dtype))
+        unpack = ops.dequantize_int4 if bits == 4 else ops.dequantize_int8
+        sides["unpacked"] = lambda x, weight, held, other: linear(x, unpack(*held, K, dtype))
     if dtype == torch.bfloat16 and other_fits(scheme, K):
         theirs = torch.ops.aten._weight_int4pack_mm_for_cpu if bits == 4 else torch._weight_int8pack_mm
         sides["torch"] = lambda x, weight, held, other: theirs(x, *other)
