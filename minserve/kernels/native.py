@@ -32,6 +32,7 @@ import torch
 
 from minserve.kernels import check_match, check_packed, native_kv, native_quant
 from minserve.kernels.native_build import Unavailable, library
+from minserve.kernels.native_kv import check_queries
 from minserve.kernels.rms_norm import _check as check_norm
 from minserve.kernels.rope_and_write import _check as check_rope_and_write
 
@@ -50,8 +51,6 @@ SIGNATURES = {  # p: pointer, i: int64, f: float
 PACKED = str.maketrans({"p": "q", "i": "q", "f": "f4x"})  # 8 bytes each
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-MOST_CHANNELS = 512  # of a head, as in native.cpp
-FOREVER = 2**62  # a window that no position falls out of
 
 
 @functools.cache
@@ -171,21 +170,13 @@ class Native(native_quant.WeightOps, native_kv.KVOps):
         return q
 
     def attend(self, q, k_cache, v_cache, tables, lengths, window: int | None = None, sinks: int = 0):
-        (B, H, D), (P, S, G, _) = q.shape, k_cache.shape
-        check_packed("attend", 3, q=q)
+        D, (P, S, G, _) = q.shape[2], k_cache.shape
         check_packed("attend", 2, k_cache=k_cache, v_cache=v_cache)
         check_match("attend", q.dtype, k_cache=(k_cache, (P, S, G, D)), v_cache=(v_cache, (P, S, G, D)))
-        check_match("attend", torch.int32, tables=(tables, (B, tables.shape[-1])), lengths=(lengths, (B,)))
-        if H % G or D > MOST_CHANNELS or S & (S - 1) or (window is not None and window < 1) or sinks < 0:
-            raise ValueError(
-                f"attend: {H} query heads over {G} key heads of {D} channels, pages of {S} slots, window {window}, "
-                f"sinks {sinks}; heads must divide evenly, channels be at most {MOST_CHANNELS}, slots a power of "
-                f"two, window >= 1 or None, sinks >= 0"
-            )
+        *plan, window, sinks = check_queries("attend", q, S, G, tables, lengths, window, sinks)
         out = torch.empty(q.shape, dtype=q.dtype)
-        strides = tables.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2]
-        seen = (FOREVER, 0) if window is None else (window, sinks)
-        self._call("attend", (q, k_cache, v_cache, tables, lengths, out), B, H, G, D, S, *strides, *seen)
+        strides = *k_cache.stride()[:2], *v_cache.stride()[:2]
+        self._call("attend", (q, k_cache, v_cache, tables, lengths, out), *plan, *strides, window, sinks)
         return out
 
     def best(self, logits):

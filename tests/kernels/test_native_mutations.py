@@ -18,7 +18,7 @@ from test_native import BF16, FP32, needs_native
 from test_native import tools as without_a_cache  # noqa: F401  (a fixture, used by name below)
 
 from minserve import kernels
-from minserve.kernels import native, native_build
+from minserve.kernels import native, native_build, native_kv
 
 pytestmark = [pytest.mark.slow, needs_native]
 
@@ -260,7 +260,7 @@ def on(check, *arguments):
     return lambda *_: check(checks.native.Native(), *arguments)
 
 
-PYTHON = native, native_build, kernels
+PYTHON = native, native_build, native_kv, kernels
 WRONG_PYTHON = [
     ("a recording without an end", "self._calls = before", "pass",
      on(checks.test_a_recording_does_the_same_work_on_what_its_inputs_hold_now, FP32)),
@@ -289,6 +289,8 @@ def python(module, source, monkeypatch):
     monkeypatch.setenv("PATH", PATH)
     if module is kernels:
         monkeypatch.setattr(native, "check_match", another.check_match)
+    elif module is native_kv:
+        monkeypatch.setattr(native, "check_queries", another.check_queries)
     else:
         monkeypatch.setattr(checks, module.__name__.split(".")[-1], another)
 
