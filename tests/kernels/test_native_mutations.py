@@ -70,7 +70,6 @@ def tiles(ops):
         checks.check_linear(ops, BF16, T=T, N=70, K=96)
 
 
-BATTERIES = [rows, numbers, best, linear, rope, attend, tiles]
 HOME, PATH = str(Path.home()), os.environ["PATH"]
 PLAIN, OWN = "-O0", "-O1 -march=native"  # quick to compile; for this very machine
 
@@ -174,7 +173,6 @@ MUTATIONS = {
         ("half of each pair", "k + 2 * p, 4)", "k + 2 * p, 2)"),
     ],
 }  # fmt: skip
-CASES = [(battery, *mutation) for battery, mutations in MUTATIONS.items() for mutation in mutations]
 
 
 def changed(right, wrong):
@@ -220,35 +218,46 @@ def wrong_versions(cases, part, unit, folder, pool):
     return [pool.submit(build, i) for i in range(len(cases))]
 
 
-@pytest.fixture(scope="module")
-def wrong_ones(tmp_path_factory):
-    with ThreadPoolExecutor(2) as pool:
-        yield wrong_versions(CASES, 0, [tiles], tmp_path_factory.mktemp("wrong"), pool)
+def rejecting(mutations: dict, part: int, unit=(), least: int = 6):
+    """A fixture and three tests, for a module to name: `mutations` by battery, in one part of the C++.
+
+    `unit`: batteries for a machine with a matrix unit.
+    """
+    cases = [(battery, *mutation) for battery, its in mutations.items() for mutation in its]
+
+    @pytest.fixture(scope="module")
+    def wrong_ones(tmp_path_factory):
+        with ThreadPoolExecutor(2) as pool:
+            yield wrong_versions(cases, part, unit, tmp_path_factory.mktemp("wrong"), pool)
+
+    @pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])
+    def right(flags, tmp_path):
+        """In the form of the wrong ones, and with vectors of every width this machine has."""
+        try:
+            ops = compiled(native_build.source(), flags, tmp_path / "right.so")
+        except native.Unavailable as error:
+            pytest.skip(f"not for this machine: {error}")
+        for battery in mutations:
+            battery(ops)
+
+    @pytest.mark.parametrize("i", range(len(cases)), ids=[f"{c[0].__name__}: {c[1]}" for c in cases])
+    def wrong(wrong_ones, i):
+        battery = cases[i][0]
+        if battery in unit and not native.Native().matrix_units:
+            pytest.skip("no matrix unit here")
+        ops = wrong_ones[i].result()
+        with pytest.raises(AssertionError):
+            battery(ops)
+
+    def enough():
+        assert all(len(its) >= least for its in mutations.values())
+
+    return wrong_ones, right, wrong, enough
 
 
-@pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])
-def test_the_right_version_passes(flags, tmp_path):
-    """In the form of the wrong ones, and with vectors of every width this machine has."""
-    try:
-        ops = compiled(native_build.source(), flags, tmp_path / "right.so")
-    except native.Unavailable as error:
-        pytest.skip(f"not for this machine: {error}")
-    for battery in BATTERIES:
-        battery(ops)
-
-
-@pytest.mark.parametrize("i", range(len(CASES)), ids=[f"{c[0].__name__}: {c[1]}" for c in CASES])
-def test_the_wrong_version_is_rejected(wrong_ones, i):
-    battery = CASES[i][0]
-    if battery is tiles and not native.Native().matrix_units:
-        pytest.skip("no matrix unit here")
-    ops = wrong_ones[i].result()
-    with pytest.raises(AssertionError):
-        battery(ops)
-
-
-def test_there_are_enough_of_them():
-    assert all(len(mutations) >= 6 for mutations in MUTATIONS.values())
+wrong_ones, test_the_right_version_passes, test_the_wrong_version_is_rejected, test_there_are_enough = (
+    rejecting(MUTATIONS, 0, (tiles,))
+)
 
 
 # ---------------------------------------------------------------- the Python beside them

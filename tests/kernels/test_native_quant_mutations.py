@@ -1,13 +1,9 @@
 """Wrong versions of native_quant.cpp, rejected by the checks that the right one passes (test_native_mutations.py)."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import test_native_quant as checks
 from test_native import BF16, FP32, needs_native
-from test_native_mutations import OWN, PLAIN, compiled, wrong_versions
-
-from minserve.kernels import native, native_build
+from test_native_mutations import rejecting
 
 pytestmark = [pytest.mark.slow, needs_native]
 
@@ -131,34 +127,6 @@ MUTATIONS = {
     ],
 }  # fmt: skip
 UNIT = (panels, digits)
-CASES = [(battery, *mutation) for battery, mutations in MUTATIONS.items() for mutation in mutations]
-
-
-@pytest.fixture(scope="module")
-def wrong_ones(tmp_path_factory):
-    with ThreadPoolExecutor(2) as pool:
-        yield wrong_versions(CASES, 1, UNIT, tmp_path_factory.mktemp("wrong"), pool)
-
-
-@pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])
-def test_the_right_version_passes(flags, tmp_path):
-    try:
-        ops = compiled(native_build.source(), flags, tmp_path / "right.so")
-    except native.Unavailable as error:
-        pytest.skip(f"not for this machine: {error}")
-    for battery in MUTATIONS:
-        battery(ops)
-
-
-@pytest.mark.parametrize("i", range(len(CASES)), ids=[f"{c[0].__name__}: {c[1]}" for c in CASES])
-def test_the_wrong_version_is_rejected(wrong_ones, i):
-    battery = CASES[i][0]
-    if battery in UNIT and not native.Native().matrix_units:
-        pytest.skip("no matrix unit here")
-    ops = wrong_ones[i].result()
-    with pytest.raises(AssertionError):
-        battery(ops)
-
-
-def test_there_are_enough_of_them():
-    assert all(len(mutations) >= 6 for mutations in MUTATIONS.values())
+wrong_ones, test_the_right_version_passes, test_the_wrong_version_is_rejected, test_there_are_enough = (
+    rejecting(MUTATIONS, 1, UNIT)
+)
