@@ -87,7 +87,7 @@ def cases(arch: str, dtype: str) -> list[tuple]:
         ("sample", sample._sample_kernel,
          _types(f"logits {x} temperature *fp32 top_k *i64 top_p *fp64 min_p *fp64 seeds *i64 positions *i64 out *i64",
                 "logits_stride"),
-         dict(V=49_152, BLOCK=sample.BLOCK), dict(num_warps=8)),
+         dict(STREAM=0, V=49_152, BLOCK=sample.BLOCK), dict(num_warps=8)),
     ]  # fmt: skip
     rows += [  # Llama-3.1-8B's fused projection, on an H100
         (f"gemv {M}", gemv._gemv_kernel,

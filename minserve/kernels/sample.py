@@ -15,7 +15,8 @@ Shapes
     temperature          [B] fp32       below GREEDY_BELOW: the largest logit (of equal ones the lowest id), no draw
     top_k                [B] int64      0, -1 or >= V: no limit
     top_p, min_p         [B] fp64       1 and 0: no limit
-    seeds, positions     [B] int64      u = philox(key seed, counter position): a function of these two alone
+    seeds, positions     [B] int64      u = philox(key seed, counter position and stream): a function of these alone
+    stream               int            TARGET: the tokens of an answer; DRAFT, ACCEPT: what kernels/verify.py adds
     returns              [B] int64      -1 where the largest logit is not finite (NaN anywhere in the row, all -inf)
 
 Cost     the kernel reads a row twice for a greedy token, 4 times for a plain draw, and 31 times more for each of top-k
@@ -35,6 +36,7 @@ ONE = 2.0**34  # the best token's weight
 MOST_TOKENS = 2**19  # ONE * MOST_TOKENS = 2^53: the largest sum that fp64 holds exactly
 COOLEST, HOTTEST = GREEDY_BELOW, 3e38  # a larger temperature is infinite in fp32, and -inf / inf is NaN
 BLOCK = 4096
+TARGET, DRAFT, ACCEPT = 0, 1, 2  # streams of random numbers: as independent of each other as two seeds
 
 
 # ---------------------------------------------------------------- random numbers
@@ -55,9 +57,10 @@ def philox(counter, key):
 MASK = 0xFFFFFFFF
 
 
-def uniform(seeds, positions):
+def uniform(seeds, positions, stream: int = TARGET):
     """u in [0, 1) with 53 bits, of a seed and a position: Python ints give a float, int64 arrays or tensors fp64."""
-    a, b, _, _ = philox((positions & MASK, positions >> 32 & MASK, 0, 0), (seeds & MASK, seeds >> 32 & MASK))
+    counter = positions & MASK, positions >> 32 & MASK, stream, 0
+    a, b, _, _ = philox(counter, (seeds & MASK, seeds >> 32 & MASK))
     bits = (a >> 5 << 26) + (b >> 6)
     return (bits.double() if torch.is_tensor(bits) else bits) * 2.0**-53
 
@@ -73,6 +76,8 @@ def weights_reference(logits, temperature, top_k, top_p, min_p):
     greedy = (temperature < GREEDY_BELOW)[:, None]
     best = torch.zeros_like(weight).scatter(1, logits.argmax(-1, keepdim=True), int(ONE))
     weight = torch.where(greedy, best, weight)
+    if not ((top_k > 0) & (top_k < V) | (top_p < 1) | (min_p > 0)).any():
+        return weight  # the sort below would be for nothing
 
     order = d.argsort(dim=-1, stable=True)  # most likely first, of equals the lowest id
     ordered = weight.gather(1, order)  # [B, V]
@@ -84,11 +89,17 @@ def weights_reference(logits, temperature, top_k, top_p, min_p):
     return torch.zeros_like(weight).scatter(1, order, ordered)
 
 
-def sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions):
-    cumulative = weights_reference(logits, temperature, top_k, top_p, min_p).cumsum(-1)  # [B, V]
-    target = target_of(cumulative[:, -1], uniform(seeds, positions))
-    token = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+def sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions, stream: int = TARGET):
+    weights = weights_reference(logits, temperature, top_k, top_p, min_p)  # [B, V]
+    token = drawn(weights, uniform(seeds, positions, stream))
     return torch.where(logits.float().amax(-1).isfinite(), token, -1)
+
+
+def drawn(weights, u):
+    """The token whose share of the weights u falls into, int64 [B]."""
+    cumulative = weights.cumsum(-1)  # [B, V]
+    target = target_of(cumulative[:, -1], u)
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
 def target_of(total, u):
@@ -139,17 +150,19 @@ def _kept(row_ptr, start, best, cool, edge, ties, least, V: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, out_ptr,
-    logits_stride, coolest, hottest,
-    V: tl.constexpr, BLOCK: tl.constexpr,
-):
-    # Who am I?  One program = one row.
-    b = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + b * logits_stride
-    temperature = tl.load(temperature_ptr + b)
+def _sum_kept(row_ptr, best, cool, edge, ties, least, V: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.full([], 0, tl.int64)
+    left = ties
+    for start in range(0, V, BLOCK):
+        weight, on_edge = _kept(row_ptr, start, best, cool, edge, left, least, V, BLOCK)
+        total += tl.sum(weight, axis=0)
+        left -= on_edge
+    return total
 
-    # What is the best logit, and who has it first?  NaN anywhere makes the row worthless.
+
+@triton.jit
+def _best_of(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The best logit, who has it first, and whether the row is worthless: a NaN anywhere, or no finite best."""
     best, broken, first = -float("inf"), 0, V
     for start in range(0, V, BLOCK):
         i = start + tl.arange(0, BLOCK)                                                        # [BLOCK]
@@ -159,47 +172,59 @@ def _sample_kernel(
         if highest > best:
             first = tl.min(tl.where(x == highest, i, V), axis=0)
             best = highest
-    if (broken > 0) | (best == -float("inf")) | (best == float("inf")):
+    return best, first, (broken > 0) | (best == -float("inf")) | (best == float("inf"))
+
+
+@triton.jit
+def _cuts(row_ptr, best, cool, top_k, top_p, V: tl.constexpr, BLOCK: tl.constexpr):
+    """What is kept: all that come before the edge, and the first few on it."""
+    edge, ties = 0x7FFFFFFF, tl.full([], V, tl.int64)
+    if (top_k > 0) & (top_k < V):
+        edge = _edge(row_ptr, top_k, best, cool, True, V, BLOCK)
+        ties = top_k - _below(row_ptr, edge, best, cool, True, V, BLOCK)
+    if top_p < 1:
+        total = _sum_kept(row_ptr, best, cool, edge, ties, 0, V, BLOCK)
+        need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+        edge = _edge(row_ptr, need, best, cool, False, V, BLOCK)
+        need -= _below(row_ptr, edge, best, cool, False, V, BLOCK)
+        each = (tl.exp(-edge.to(tl.float32, bitcast=True) / cool) * 17179869184.0).to(tl.int64)
+        ties = (need + each - 1) // each
+    return edge, ties
+
+
+@triton.jit
+def _uniform(seeds_ptr, positions_ptr, b, STREAM: tl.constexpr):
+    position = tl.load(positions_ptr + b)
+    low, high, _, _ = tl.philox(
+        tl.load(seeds_ptr + b).to(tl.uint64, bitcast=True),
+        position.to(tl.uint32), (position >> 32).to(tl.uint32),
+        tl.full([], STREAM, tl.uint32), tl.full([], 0, tl.uint32),
+    )
+    return ((low >> 5).to(tl.float64) * 67108864.0 + (high >> 6).to(tl.float64)) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, out_ptr,
+    logits_stride, coolest, hottest,
+    STREAM: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # Who am I?  One program = one row.
+    b = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + b * logits_stride
+    temperature = tl.load(temperature_ptr + b)
+    best, first, broken = _best_of(row_ptr, V, BLOCK)
+    if broken:
         tl.store(out_ptr + b, -1)
     elif temperature < coolest:
         tl.store(out_ptr + b, first.to(tl.int64))
     else:
-        # What do I keep?  All that come before the edge, and the first few on it.
-        cool = tl.minimum(temperature, hottest)
-        edge, ties = 0x7FFFFFFF, tl.full([], V, tl.int64)
-        top_k = tl.load(top_k_ptr + b)
-        if (top_k > 0) & (top_k < V):
-            edge = _edge(row_ptr, top_k, best, cool, True, V, BLOCK)
-            ties = top_k - _below(row_ptr, edge, best, cool, True, V, BLOCK)
-        top_p = tl.load(top_p_ptr + b)
-        if top_p < 1:
-            total = tl.full([], 0, tl.int64)
-            left = ties
-            for start in range(0, V, BLOCK):
-                weight, on_edge = _kept(row_ptr, start, best, cool, edge, left, 0, V, BLOCK)
-                total += tl.sum(weight, axis=0)
-                left -= on_edge
-            need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
-            edge = _edge(row_ptr, need, best, cool, False, V, BLOCK)
-            need -= _below(row_ptr, edge, best, cool, False, V, BLOCK)
-            each = (tl.exp(-edge.to(tl.float32, bitcast=True) / cool) * 17179869184.0).to(tl.int64)
-            ties = (need + each - 1) // each
-
         # Who wins?  Sum what is kept; draw a ticket; walk to its owner.
+        cool = tl.minimum(temperature, hottest)
+        edge, ties = _cuts(row_ptr, best, cool, tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), V, BLOCK)
         least = tl.ceil(tl.load(min_p_ptr + b) * 17179869184.0).to(tl.int64)
-        total = tl.full([], 0, tl.int64)
-        left = ties
-        for start in range(0, V, BLOCK):
-            weight, on_edge = _kept(row_ptr, start, best, cool, edge, left, least, V, BLOCK)
-            total += tl.sum(weight, axis=0)
-            left -= on_edge
-        position = tl.load(positions_ptr + b)
-        zero = tl.full([], 0, tl.uint32)
-        low, high, _, _ = tl.philox(
-            tl.load(seeds_ptr + b).to(tl.uint64, bitcast=True),
-            position.to(tl.uint32), (position >> 32).to(tl.uint32), zero, zero,
-        )
-        u = ((low >> 5).to(tl.float64) * 67108864.0 + (high >> 6).to(tl.float64)) * 1.1102230246251565e-16  # 2^-53
+        total = _sum_kept(row_ptr, best, cool, edge, ties, least, V, BLOCK)
+        u = _uniform(seeds_ptr, positions_ptr, b, STREAM)
         target = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
         passed, token = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
         left = ties
@@ -213,32 +238,38 @@ def _sample_kernel(
 
 
 # ---------------------------------------------------------------- the launcher
-def sample(logits, temperature, top_k, top_p, min_p, seeds, positions):
+def sample(logits, temperature, top_k, top_p, min_p, seeds, positions, stream: int = TARGET):
     """One token per row. Shapes: see the module docstring."""
-    check_packed("sample", 1, logits=logits)
-    if logits.ndim != 2 or not 0 < logits.shape[1] <= MOST_TOKENS:
-        raise ValueError(
-            f"sample: logits {list(logits.shape)} must be [rows, vocabulary], with 1 to {MOST_TOKENS:,} tokens"
-        )
-    B, V = logits.shape
-    floats, whole = (torch.float32, torch.float64, torch.float64), (torch.int64,) * 3
-    for name, x, dtype in zip(
-        ("temperature", "top_p", "min_p", "top_k", "seeds", "positions"),
-        (temperature, top_p, min_p, top_k, seeds, positions),
-        floats + whole,
-    ):
-        if x.shape != (B,) or x.dtype != dtype or x.device != logits.device or not x.is_contiguous():
-            raise ValueError(
-                f"sample: {name} is {list(x.shape)} {x.dtype} on {x.device}; "
-                f"it must be [{B}] {dtype} on {logits.device}, contiguous"
-            )
+    check_rows("sample", logits, temperature, top_k, top_p, min_p, seeds, positions)
     if not on_triton(logits):
-        return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions)
+        return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions, stream)
+    B, V = logits.shape
     out = torch.empty(B, dtype=torch.int64, device=logits.device)
     if B:
         block = min(BLOCK, triton.next_power_of_2(V))
         _sample_kernel[(B,)](
             logits, temperature, top_k, top_p, min_p, seeds, positions, out,
-            logits.stride(0), COOLEST, HOTTEST, V=V, BLOCK=block, num_warps=8,
+            logits.stride(0), COOLEST, HOTTEST, STREAM=stream, V=V, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return out
+
+
+def check_rows(who, logits, temperature, top_k, top_p, min_p, seeds, positions, **more) -> None:
+    """`more`: other int64 arguments, one number per row."""
+    check_packed(who, 1, logits=logits)
+    if logits.ndim != 2 or not 0 < logits.shape[1] <= MOST_TOKENS:
+        raise ValueError(
+            f"{who}: logits {list(logits.shape)} must be [rows, vocabulary], with 1 to {MOST_TOKENS:,} tokens"
+        )
+    B, whole = len(logits), dict(top_k=top_k, seeds=seeds, positions=positions, **more)
+    for dtype, named in (
+        (torch.float32, dict(temperature=temperature)),
+        (torch.float64, dict(top_p=top_p, min_p=min_p)),
+        (torch.int64, whole),
+    ):
+        for name, x in named.items():
+            if x.shape != (B,) or x.dtype != dtype or x.device != logits.device or not x.is_contiguous():
+                raise ValueError(
+                    f"{who}: {name} is {list(x.shape)} {x.dtype} on {x.device}; "
+                    f"it must be [{B}] {dtype} on {logits.device}, contiguous"
+                )

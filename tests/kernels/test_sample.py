@@ -92,6 +92,14 @@ def check_all_bits_count(module):
     assert module.sample(*case).tolist() == module.sample_reference(*case).tolist() == [2]
 
 
+def check_streams(module):
+    """Each stream draws its own tokens, and those of the definition."""
+    case, every = given(200, rows=20, seed=1), range(3)
+    got = [module.sample(*case, stream) for stream in every]
+    assert all(torch.equal(got[i], module.sample_reference(*case, i)) for i in every)
+    assert all((got[i] != got[i - 1]).any() for i in every)
+
+
 POSITION = 169_383_018  # of seed 0: its words are 0x80000004 and 0xd343c38a; one position in 2^28 will do
 
 
@@ -131,6 +139,11 @@ def test_broken_rows():
 @needs_kernel
 def test_all_bits_of_the_random_number_count():
     check_all_bits_count(sample)
+
+
+@needs_kernel
+def test_streams():
+    check_streams(sample)
 
 
 @needs_kernel
@@ -186,11 +199,11 @@ MUTATIONS = [
     ("the last bit not searched", "for step in range(31)", "for step in range(30)"),
     ("top-k keeps all that tie", "ties = top_k - _below(row_ptr, edge, best, cool, True, V, BLOCK)", "ties += V"),
     ("the last of those that tie", "tl.cumsum(on_edge, axis=0) <= ties", "tl.cumsum(on_edge, axis=0) > ties"),
-    ("ties counted afresh in each tile", "axis=0)\n            left -= on_edge\n        position",
-     "axis=0)\n        position"),
+    ("ties counted afresh in each tile", "axis=0)\n        left -= on_edge\n    return",
+     "axis=0)\n    return"),
     ("top-p drops the token that crosses", "ties = (need + each - 1) // each", "ties = (need - 1) // each"),
     ("top-p keeps all that tie", "ties = (need + each - 1) // each", "ties += V"),
-    ("top-p of the whole row", "edge, left, 0, V, BLOCK)", "0x7FFFFFFF, left, 0, V, BLOCK)"),
+    ("top-p of the whole row", "edge, ties, 0, V, BLOCK)", "0x7FFFFFFF, ties, 0, V, BLOCK)"),
     ("top-p ignored", "if top_p < 1:", "if top_p < 0:"),
     ("min-p ignored", "weight >= least", "weight >= 0"),
     ("min-p keeps only what is above", "weight >= least", "weight > least"),
@@ -199,9 +212,10 @@ MUTATIONS = [
     ("a later tile wins a tie", "if highest > best:", "if highest >= best:"),
     ("NaN passes", "(broken > 0) | ", ""),
     ("nothing but -inf passes", ' | (best == -float("inf"))', ""),
-    ("the position's low word alone", "(position >> 32).to(tl.uint32)", "zero"),
+    ("the position's low word alone", "(position >> 32).to(tl.uint32)", "tl.full([], 0, tl.uint32)"),
     ("the seed's sign lost", "tl.load(seeds_ptr + b).to(tl.uint64, bitcast=True)",
      "(tl.load(seeds_ptr + b) & 0x7FFFFFFFFFFFFFFF).to(tl.uint64, bitcast=True)"),
+    ("one stream for all", "tl.full([], STREAM, tl.uint32)", "tl.full([], 0, tl.uint32)"),
     ("half of the random bits", "(high >> 6).to(tl.float64)", "0.0"),
     ("the token after", "axis=0) + passed <= target", "axis=0) - weight + passed <= target"),
     ("tiles not added up", "axis=0) + passed <= target", "axis=0) <= target"),
@@ -220,6 +234,7 @@ def battery(module):
     check_broken(module)
     for seed in range(4):
         agree(module, given(24, rows=8, seed=seed, rounding=0.5 if seed % 2 else 1e-4))
+    check_streams(module)
 
 
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="wrong kernels run in the interpreter only")
