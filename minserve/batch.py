@@ -2,6 +2,8 @@
 
     plan    [(request, num_tokens), ...]
     Batch   rows that compute one token first, then the chunks; one row per request, one place per token
+            A draft's tokens are rows of one token, too: each has its request's page table and a length of its own, so
+            it sees its predecessors, and what computes a single token also verifies many
 
         row          0     1     2          3
         places     | a17 | b4  | c0 c1 c2 | d8 d9 |        ids, positions, slots   [T]
@@ -25,13 +27,16 @@ from minserve.kernels.pack import launch
 from minserve.request import Request
 from minserve.step_log import Row
 
-_seat, _computed, _tokens, _pages, _dirty = map(attrgetter, ("seat", "computed", "tokens", "pages", "dirty"))
+_seat, _computed, _pages, _dirty = map(attrgetter, ("seat", "computed", "pages", "dirty"))
+_tokens, _prompt = map(attrgetter, ("tokens", "prompt"))
 
 
 @dataclass(frozen=True)
 class Batch:
     plan: list[tuple[Request, int]]  # in the order of the rows
     fresh: list[Request]  # those that took their seat in this step
+    paid: list[int]  # of the plan, those whose debt this step pays in full: only they get a token
+    owners: list[Request]  # [B], of each row
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64; -1 is nowhere
@@ -41,17 +46,19 @@ class Batch:
     num_singles: int  # rows, and places, of one token
     counts: list[int]  # tokens per row, on the host
     host_lengths: list[int]
-    sampled: list[int]  # rows whose debt this step pays in full: only they get a token
+    sampled: list[int]  # rows that get logits: of each debt paid the last token, and with a draft all of them
     last: torch.Tensor  # [len(sampled)] int64, the place of each one's last token
     seats: torch.Tensor  # [len(sampled)] int64
+    made: np.ndarray  # [len(sampled)] int32, how many tokens its request has made before the one drawn there
+    trees: torch.Tensor | None = None  # [B] int64, what drafts that branch see (kernels/paged_attention.py)
 
-    def rows(self) -> list[Row]:
-        """This step's part of the log."""
-        ids, computed = [r.id for r, _ in self.plan], [n - c for n, c in zip(self.host_lengths, self.counts)]
-        paid = [False] * len(ids)
-        for b in self.sampled:
-            paid[b] = True
-        return list(map(Row, ids, self.counts, computed, paid))
+    def rows(self, kept: list[int] | None = None) -> list[Row]:
+        """This step's part of the log, before anything of it counts as computed. kept: of each one's draft."""
+        paid, kept = set(self.paid), kept or [0] * len(self.plan)
+        drafted = [len(r.draft.tokens) if r.draft else 0 for r, _ in self.plan]
+        return [
+            Row(r.id, n, r.computed, b in paid, drafted[b], kept[b]) for b, (r, n) in enumerate(self.plan)
+        ]
 
 
 class Packer:
@@ -60,56 +67,97 @@ class Packer:
     def __init__(self, seats: int, context: int, page_size: int, device="cpu"):
         """`context`: the most tokens of one request, prompt and answer."""
         self.page_size, self.device = page_size, torch.device(device)
+        self.fresh: list[Request] = []  # who took a seat since the last pack()
         self.tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=device)
         self.tables = torch.zeros(seats, -(-context // page_size), dtype=torch.int32, device=device)
 
     def pack(self, plan: list[tuple[Request, int]]) -> Batch:
-        counts, B = [n for _, n in plan], len(plan)
-        if counts.count(1) < B:
-            plan = sorted(plan, key=_is_chunk)  # single tokens first; otherwise as planned
+        counts = [n for _, n in plan]
+        if counts.count(1) < len(plan):
+            plan = sorted(plan, key=_is_chunk)  # single tokens and drafts first; otherwise as planned
             counts = [n for _, n in plan]
         requests = [r for r, _ in plan]
-        fresh = self._write_tables(requests)
+        self._write_tables(requests)
         # attrgetter and fromiter: the loops over rows run in C
+        computed = np.fromiter(map(_computed, requests), np.int32, len(plan))
+        known = np.fromiter(map(len, map(_tokens, requests)), np.int32, len(plan))
+        paid = owned = np.flatnonzero(computed + counts >= known)  # drafts come on top
+        if any(r.draft for r in requests):
+            self._write_drafts(requests)
+            requests, computed, counts, owned = _spread(plan, computed, counts, paid)
+        fresh, self.fresh = (
+            [r for r in self.fresh if r.seat is not None],
+            [],
+        )  # without those of a failed step
+        return self._batch(plan, fresh, paid, requests, computed, counts, owned)
+
+    def rows(self, requests: list[Request], starts: list[int], counts: list[int]) -> Batch:
+        """Tokens starts[i] .. starts[i] + counts[i] - 1 of each of these, as their seats hold them: for who drafts."""
+        self._write_tables(requests)
+        work = sorted(zip(requests, starts, counts), key=lambda its: its[2] != 1)
+        requests, starts, counts = (list(column) for column in zip(*work))
+        all_of_them = np.arange(len(work))
+        computed = np.array(starts, np.int32)
+        return self._batch(
+            list(zip(requests, counts)), [], all_of_them, requests, computed, counts, all_of_them
+        )
+
+    def _batch(self, plan, fresh, paid, owners, computed, counts, owned) -> Batch:
+        """Rows of these owners: tokens from `computed` on [B], logits for the rows `owned`."""
+        B = len(owners)
         host = np.zeros(
             (4, B + 1), dtype=np.int32
         )  # seats, computed, starts, lengths: one copy to the device
-        host[0, :B] = np.fromiter(map(_seat, requests), np.int32, B)
-        host[1, :B] = np.fromiter(map(_computed, requests), np.int32, B)
-        new = np.fromiter(counts, np.int32, B)
-        np.cumsum(new, out=host[2, 1:])
-        host[3, :B] = host[1, :B] + new
-        lengths, known = host[3, :B].tolist(), np.fromiter(map(len, map(_tokens, requests)), np.int32, B)
-        sampled = np.flatnonzero(host[3, :B] == known)
+        host[0, :B] = np.fromiter(map(_seat, owners), np.int32, B)
+        host[1, :B] = computed
+        np.cumsum(counts, out=host[2, 1:])
+        host[3, :B] = computed + counts
+        lengths = host[3, :B].tolist()
         last, sampled_seats = (  # [R] each
-            to_device(x[sampled].astype(np.int64), self.device) for x in (host[2, 1:] - 1, host[0])
+            to_device(x[owned].astype(np.int64), self.device) for x in (host[2, 1:] - 1, host[0])
         )
         seats, computed, starts, device_lengths = to_device(host, self.device)
         width = -(-max(lengths) // self.page_size)
         ids, positions, slots = launch(
             seats[:B], starts, computed[:B], self.tokens, self.tables, self.page_size, int(host[2, B])
         )
+        made = host[3, :B] - np.fromiter(map(len, map(_prompt, owners)), np.int32, B)
+        trees, singles = None, counts.count(1)
+        if any(r.draft and r.draft.parents for r, _ in plan):
+            shifts, trees = _branched(owners, singles)
+            positions[:singles] += to_device(shifts[:singles], self.device)
+            made, trees = made + shifts, to_device(trees, self.device)
         return Batch(
-            plan=plan, fresh=fresh, ids=ids, positions=positions, slots=slots, starts=starts,
+            plan=plan, fresh=fresh, paid=paid.tolist(), owners=owners,
+            ids=ids, positions=positions, slots=slots, starts=starts,
             lengths=device_lengths[:B], tables=self.tables[:, :width].index_select(0, seats[:B]),
-            num_singles=counts.count(1), counts=counts, host_lengths=lengths, sampled=sampled.tolist(),
-            last=last, seats=sampled_seats,
+            num_singles=singles, counts=counts, host_lengths=lengths, sampled=owned.tolist(),
+            last=last, seats=sampled_seats, made=made[owned], trees=trees,
         )  # fmt: skip
+
+    def _write_drafts(self, requests: list[Request]) -> None:
+        """Behind each last token, as if they were its own: node i of a tree has the place i + 1 behind it."""
+        drafted = [r for r in requests if r.draft]
+        tokens = [[r.tokens[-1], *r.draft.tokens] for r in drafted]
+        rows = [r.seat for r, its in zip(drafted, tokens) for _ in its]
+        columns = [len(r.tokens) - 1 + i for r, its in zip(drafted, tokens) for i in range(len(its))]
+        at = to_device(torch.tensor([rows, columns, sum(tokens, [])]), self.device)
+        self.tokens[at[0], at[1]] = at[2].int()
 
     def note(self, batch: Batch, tokens) -> None:
         """Write the drawn tokens [len(batch.sampled)] behind those they follow, without leaving the device."""
         known = tokens.int().clamp(min=0)  # -1 is no token: its request fails, maybe one step later
         self.tokens[batch.seats, batch.positions[batch.last] + 1] = known
 
-    def _write_tables(self, requests: list[Request]) -> list[Request]:
+    def _write_tables(self, requests: list[Request]) -> None:
         """Bring seats up to date: all of a request that is new here, else what its page table gained."""
-        fresh, rows, columns, pages = [], [], [], []
+        rows, columns, pages = [], [], []
         dirty_from, ends = map(_dirty, requests), map(len, map(_pages, requests))
         for request, dirty, end in zip(requests, dirty_from, ends):
             if dirty == end:
                 continue
             if dirty == 0:
-                fresh.append(request)
+                self.fresh.append(request)
                 tokens = torch.tensor(request.tokens, dtype=torch.int32)
                 self.tokens[request.seat, : len(tokens)] = to_device(tokens, self.device)
             rows += [request.seat] * (end - dirty)
@@ -121,7 +169,6 @@ class Packer:
         elif pages:
             at = to_device(torch.tensor([rows, columns, pages]), self.device)
             self.tables[at[0], at[1]] = at[2].int()
-        return fresh
 
 
 def to_device(host, device: torch.device):
@@ -147,5 +194,47 @@ class ToHost:
         return self.tokens.tolist()
 
 
+def branches(parents: list[int]) -> tuple[list[int], list[int]]:
+    """Of a tree's root and then its nodes: how deep each lies, and which of the places before its own it sees.
+
+    Bit m stands for the place m before a node's own (0: itself); the root sees all of its past, and so do they.
+    """
+    depths, seen = [0], [[0]]
+    for i, parent in enumerate(parents, 1):
+        depths.append(depths[parent + 1] + 1)
+        seen.append([*seen[parent + 1], i])
+    bits = []
+    for i, places in enumerate(seen):
+        unseen = {*range(i)} - {*places}
+        bits.append(-1 - sum(1 << i - place for place in unseen))  # all bits, but for those
+    return depths, bits
+
+
+def _branched(owners: list[Request], singles: int):
+    """How far each row's place in the text lies behind what its slot says, and its tree's bits: [B] int64 each."""
+    shifts, trees, b = np.zeros(len(owners), np.int64), np.full(len(owners), -1), 0
+    while b < singles:
+        draft, n = owners[b].draft, 1
+        if draft and draft.parents:
+            depths, bits = branches(draft.parents)
+            n = len(bits)
+            shifts[b : b + n], trees[b : b + n] = depths - np.arange(n), bits
+        b += n
+    return shifts, trees
+
+
+def _spread(plan, computed, counts, paid):
+    """Every token of a draft as a row of its own: owners, computed, counts of the rows, and those that get logits."""
+    owners, before, each, owned, paid = [], [], [], [], {*paid.tolist()}
+    for b, ((request, n), start) in enumerate(zip(plan, computed.tolist())):
+        many = n if request.draft else 1
+        if b in paid:
+            owned += range(len(owners), len(owners) + many)
+        owners += [request] * many
+        before += range(start, start + many)
+        each += [1] * many if request.draft else [n]
+    return owners, np.array(before, np.int32), each, np.array(owned)
+
+
 def _is_chunk(work: tuple[Request, int]) -> bool:
-    return work[1] != 1
+    return work[1] != 1 and not work[0].draft

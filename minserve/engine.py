@@ -33,6 +33,7 @@ import torch
 from tqdm import tqdm
 
 from minserve.batch import Batch, Packer, ToHost
+from minserve.drafters import drafter_for
 from minserve.fetch import resolve
 from minserve.graphs import Fused, Graphs
 from minserve.kv_cache import bytes_per_token
@@ -41,9 +42,10 @@ from minserve.output import Output
 from minserve.pages import PagePool, pages_for
 from minserve.prefill_decode import tokens_to_make
 from minserve.quantized_cache import cache_for, page_for
-from minserve.request import Request, SamplingParams, Status, check_vocabulary, seed_of
+from minserve.request import UNKNOWN, Request, SamplingParams, Status, check_vocabulary, seed_of
 from minserve.sampler import Sampler
 from minserve.scheduler import Plan, QueueFull, Scheduler
+from minserve.speculation import Drafter, Speculation
 from minserve.step_log import Snapshot, StepRecord
 from minserve.text import Tokenizer
 from minserve.weights import load
@@ -67,6 +69,8 @@ class Engine:
         policy: type[Scheduler] = Scheduler,
         pool: type[PagePool] = PagePool,
         step: str | None = None,
+        drafter: Drafter | str | None = None,
+        adaptive: bool = True,
         overlap: bool | None = None,
         log_length: int = 4096,
         snapshots: bool = False,
@@ -77,10 +81,19 @@ class Engine:
         page_size      tokens of a page: 16, or 64 with "int4", where the keys of a page share their scales
         kv_cache_dtype "int8", "fp8" or "int4" (quantized_cache.py); None: the model's own
         step       "plain" (model.py), "fused" (fused.py) or "graph" (graphs.py); None: the fastest that is possible
-        overlap    schedule a step while the one before it runs; None: where something runs beside Python, on a GPU
+        drafter    speculative decoding: "ngram", "medusa", "exit", "draft" (drafters.py), or a Drafter; None: without
+        adaptive   draft as many tokens as pay; False: as many as the drafter can
+        overlap    schedule a step while the one before it runs; None: where something runs beside Python, on a GPU.
+                   Not with a drafter: it has to see the tokens first
 
-        Raises ValueError for limits that exclude each other, and for a step that the model cannot take.
+        Raises ValueError for limits that exclude each other, for a step that the model cannot take, and for a drafter
+        that does not fit the model.
         """
+        if drafter and overlap:
+            raise ValueError(
+                "a drafter continues the token of the last step, and overlap schedules before that one is known: use one "
+                "of the two"
+            )
         config, device = model.config, model.device
         page_size = page_size or page_for(kv_cache_dtype)
         num_pages = num_pages or default_pages(model, page_size, kv_cache_dtype)
@@ -96,15 +109,17 @@ class Engine:
         self.room = config.context if window else min(config.context, num_pages * page_size + 1)
         self.packer = Packer(max_running, self.room, page_size, device)
         self.sampler = Sampler(max_running, config.vocab_size, device)
-        self.compute = self._computer(step)
-        self.overlap = device.type == "cuda" if overlap is None else overlap
+        drafter = drafter_for(drafter, model) if isinstance(drafter, str) else drafter
+        self.compute = self._computer(step, drafter)
+        self.overlap = device.type == "cuda" and not drafter if overlap is None else overlap
+        self.speculation = Speculation(drafter, self, adaptive) if drafter else None
         self.flight: Flight | None = None  # the step that runs while the next one is scheduled
         self.outputs: dict[int, Output] = {}  # by request id, until they end
         self.log: deque[StepRecord] = deque(maxlen=log_length)
         self.snapshots, self._ids, self._clock = snapshots, itertools.count(), time.perf_counter
 
-    def _computer(self, step: str | None):
-        """compute(batch) -> logits, and what is drawn already: one of the three roads of a step."""
+    def _computer(self, step: str | None, drafter: Drafter | None):
+        """compute(batch) -> logits, what is drawn already, states: one of the three roads of a step."""
         fusible = isinstance(self.model, Model)  # not so: who only calls itself a model, such as a test's
         step = step or ("graph" if fusible else "plain")
         if step not in ("plain", "fused", "graph") or (step != "plain" and not fusible):
@@ -114,12 +129,16 @@ class Engine:
         if step == "fused":
             return Fused(self.model, self.cache, self.packer.tokens.shape[1])
         if step == "graph":
-            return Graphs(self.model, self.cache, self.packer, self.sampler, sys.stderr.isatty())
+            drafts = (drafter.k, drafter.branches and self.cache.branches) if drafter else (0, False)
+            return Graphs(self.model, self.cache, self.packer, self.sampler, sys.stderr.isatty(), *drafts)
         return self._plain
 
     def _plain(self, batch: Batch) -> tuple:
         attend = self.cache.attend_for(batch)
-        return self.model(batch.ids, batch.positions, attend, rows=batch.last), None
+        if not self.speculation:
+            return self.model(batch.ids, batch.positions, attend, rows=batch.last), None, None
+        states = self.model.states(batch.ids, batch.positions, attend, rows=batch.last)
+        return self.model.scores(states), None, states
 
     # ------------------------------------------------------------ the door
     def add(
@@ -198,6 +217,8 @@ class Engine:
         """One turn. Returns (output, its new text) for each that got a token or ended."""
         marks = [self._clock()]
         late = self.scheduler.expire(time.monotonic())
+        if self.speculation:
+            self.speculation.allow(self.scheduler.running)
         plan = self.scheduler.schedule()
         marks.append(self._clock())
         news = [self._end(request) for request in late]
@@ -216,6 +237,8 @@ class Engine:
         """Send this step off; then land it, or with `overlap` the one before it, which ran in the meantime."""
         landing, self.flight = self.flight, None
         try:
+            if self.speculation:
+                plan = self.speculation.propose(plan)
             flight = self._launch(plan, record, marks)
         except Exception:  # whatever it is: it must not take the others along
             heard: dict[Output, str] = {}  # who got a token of either step hears of both at once
@@ -239,42 +262,53 @@ class Engine:
             self.sampler.put(r.seat, r.params, r.seed, r.prompt, r.outputs, r.stop_ids)
         self.cache.copy(self.pages.copies)
         marks.append(self._clock())
-        logits, drawn = self.compute(batch)
+        logits, drawn, states = self.compute(batch)
         marks.append(self._clock())
-        requests = [batch.plan[b][0] for b in batch.sampled]
-        positions = [len(r.tokens) - len(r.prompt) for r in requests]
-        sampled = self.sampler(logits, batch.seats, positions, drawn)
-        self.packer.note(batch, sampled.tokens)
+        if self.speculation:
+            made, logprobs, kept = self.speculation.judge(batch, logits, drawn, states)
+        else:
+            sampled = self.sampler(logits, batch.seats, batch.made, drawn)
+            self.packer.note(batch, sampled.tokens)
+            made, logprobs, kept = ToHost(sampled.tokens), sampled.logprobs, None
         self.pages.copies.clear()
-        record.rows += batch.rows()
-        return Flight(batch, self.scheduler.advance(batch.plan), ToHost(sampled.tokens), sampled.logprobs)
+        record.rows += batch.rows(kept)
+        return Flight(batch, self.scheduler.advance(batch.plan), made, logprobs)
 
     def _land(self, flight: "Flight | None", marks: list[float]) -> list[tuple[Output, str]]:
         """Wait for a step's tokens, settle it, then give each reader what is new."""
         if flight is None:
             return []
-        drawn, plan, sampled = flight.tokens.tolist(), flight.batch.plan, flight.batch.sampled
+        made, plan, paid = flight.tokens, flight.batch.plan, flight.batch.paid
+        if isinstance(made, ToHost):
+            made = [[token] for token in made.tolist()]
         marks.append(self._clock())
-        tokens, news, ends = [0] * len(plan), [], flight.ends
-        for b, token in zip(sampled, drawn):
-            tokens[b] = token
-            if token < 0 and plan[b][0].status is not Status.FINISHED:
+        tokens, news, ends = [[]] * len(plan), [], flight.ends
+        for b, its in zip(paid, made):
+            tokens[b] = its
+            if min(its) < 0 and plan[b][0].status is not Status.FINISHED:
                 why = "its logits hold NaN; the model's weights or its cache are broken"
                 self._fail(plan[b][0], ValueError(why))
         self.scheduler.settle(plan, ends, tokens)
         marks.append(self._clock())
-        for b, its in zip(sampled, flight.logprobs or itertools.repeat(None)):
+        for b, its in zip(paid, flight.logprobs or itertools.repeat(None)):
             if (output := self.outputs.get(plan[b][0].id)) is not None:
                 news.append(self._tell(output, ends[b], its))
         marks.append(self._clock())
         return news
 
     def _tell(self, output: Output, at: int, logprobs) -> tuple[Output, str]:
-        """A request's new token, tokens[at], as text. Trouble with one reader's text is that reader's alone."""
+        """A request's new tokens, tokens[at:], as text. Trouble with one reader's text is that reader's alone."""
         request, delta, stopped = output.request, "", False
+        its = logprobs if isinstance(logprobs, list) else [logprobs]
         try:
-            if len(request.tokens) > at:
-                delta, stopped = output.push(request.tokens[at], logprobs)
+            for i in range(at, len(request.tokens)):
+                if request.tokens[i] == UNKNOWN:
+                    break
+                text, stopped = output.push(request.tokens[i], its[i - at] if logprobs else None)
+                delta += text
+                if stopped:
+                    del request.tokens[i + 1 :]  # drafts that were right, behind the end
+                    break
         except Exception as error:
             self._fail(request, error)
         if stopped:
@@ -304,6 +338,8 @@ class Engine:
             if request.status is not Status.RUNNING:
                 continue  # it ended with the step before this one
             request.dirty = 0  # its seat may be half written
+            num_tokens -= len(request.draft.tokens) if request.draft else 0
+            request.draft = None
             try:
                 flight = self._launch([(request, self.cache.again(request, num_tokens))], record, [])
             except Exception as its_own:
@@ -360,7 +396,7 @@ class Flight(NamedTuple):
 
     batch: Batch
     ends: list[int]  # how far each row is computed then
-    tokens: ToHost
+    tokens: ToHost | list[list[int]]  # of batch.paid: one each, or with drafts several
     logprobs: list | None
 
 

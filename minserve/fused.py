@@ -124,6 +124,11 @@ class FusedModel:
     @torch.inference_mode()
     def __call__(self, ids, positions, targets, look, rows=None):
         """rows [R]: the places that get logits, all if None. Returns [R, V]."""
+        return self.scores(self.states(ids, positions, targets, look, rows))
+
+    @torch.inference_mode()
+    def states(self, ids, positions, targets, look, rows=None):
+        """All but the head: what the last norm leaves of each row, [R, E]."""
         slots, caches = targets
         ops, eps, model = self.ops, self.config.norm_eps, self.model
         residual = ops.embed(model.embed_tokens.weight, ids)  # [T, E]
@@ -139,6 +144,11 @@ class FusedModel:
             x = down(ops.silu_mul(gate_up(x)))
             norm = model.norm if last else model.layers[i + 1].input_layernorm
             x, residual = ops.add_rms_norm(x, residual, norm.weight, eps)
+        return x
+
+    @torch.inference_mode()
+    def scores(self, x):
+        """The head: logits [R, V] of states [R, E]."""
         return self.head(x)
 
     # ---------------------------------------------------------------- two matmuls, and where they cross

@@ -32,6 +32,9 @@ from minserve.paged_attention import PagedCache, Rows
 from minserve.sampler import DRAWN, Sampler
 
 
+MOST_DRAFTED = 128  # rows of a recorded step, where drafts make more of them than there are seats
+
+
 def buckets_up_to(rows: int) -> list[int]:
     """The sizes that serve 1 .. rows, the last one cut to `rows`."""
     sizes = [1, 2, 4, 8, *range(16, rows + 16, 16)]
@@ -45,56 +48,67 @@ class Fused:
         self.model, self.cache = FusedModel.of(model, room), cache
 
     def __call__(self, batch: Batch) -> tuple:
-        """The logits of batch.last, and what is drawn already (see Sampler.__call__)."""
+        """The logits of batch.last, what is drawn already (see Sampler.draw), and the states behind the logits."""
         targets, look = self.cache.targets(batch), self.cache.look_for(batch, self.model.native)
-        logits = self.model(batch.ids, batch.positions, targets, look, batch.last)
-        return logits, (self.model.ops.best(logits), 0) if self.model.native else None
+        states = self.model.states(batch.ids, batch.positions, targets, look, batch.last)
+        logits = self.model.scores(states)
+        return logits, (self.model.ops.best(logits), 0) if self.model.native else None, states
 
 
 class Graphs(Fused):
     """The same; but a step of single tokens is replayed from its bucket's graph."""
 
     def __init__(
-        self, model: Model, cache: PagedCache, packer: Packer, sampler: Sampler, progress: bool = False
+        self,
+        model: Model,
+        cache: PagedCache,
+        packer: Packer,
+        sampler: Sampler,
+        progress: bool = False,
+        drafts: int = 0,
+        branches: bool = False,
     ):
+        """`drafts`: the most tokens that a row may verify besides its own. `branches`: they may be trees."""
         super().__init__(model, cache, packer.tokens.shape[1])
         seats, width = packer.tables.shape
         room, on_gpu = width * packer.page_size, model.device.type == "cuda"
         few = self.model.few if cache.on_native else 0
-        rows = buckets_up_to(seats if on_gpu else min(seats, few))
+        most = max(seats, min(seats * (1 + drafts), MOST_DRAFTED))
+        rows = buckets_up_to(most if on_gpu else min(most, few))
         reaches = [r for r in (2048 * 4**i for i in range(10)) if r < room] if on_gpu else []
         graph = partial(CudaGraph, torch.cuda.graph_pool_handle()) if on_gpu else CallList
         self.sampler, self.steps = sampler, {}
         # the largest first: smaller ones reuse its memory
         work = list(product([*reaches, room], reversed(rows)))
         for reach, n in tqdm(work, unit="graph", desc="recording steps", disable=not progress):
-            self.steps[n, reach] = Step(self.model, cache, n, width, reach, graph)
+            self.steps[n, reach] = Step(self.model, cache, n, width, reach, graph, branches)
         self.rows, self.reaches = rows, [*reaches, room]
 
     def __call__(self, batch: Batch) -> tuple:
-        B = len(batch.plan)
+        B = len(batch.counts)
         if batch.num_singles < B or B > max(self.rows, default=0):
             return super().__call__(batch)
         n = next(size for size in self.rows if size >= B)
         step = self.steps[n, next(r for r in self.reaches if r >= max(batch.host_lengths))]
         step.fill(batch, B, self.sampler)
-        logits, tokens = step.replay()
+        logits, tokens, states = step.replay()
         if len(batch.sampled) < B:  # a prompt of which one token was left, and it was not the last one
-            return logits[batch.last], None
+            return logits[batch.last], None, states[batch.last]
         # a copy of the tokens: the next replay writes into the same memory
-        return logits[:B], (tokens[:B].clone(), step.draws)
+        return logits[:B], (tokens[:B].clone(), step.draws), states[:B]
 
 
 class Step:
     """One bucket: memory for what goes in, a recording, and where its results appear."""
 
-    def __init__(self, model: FusedModel, cache: PagedCache, rows: int, width: int, reach: int, graph):
+    def __init__(self, model, cache: PagedCache, rows: int, width: int, reach: int, graph, branches=False):
         """Records at once, with nothing but padding. `reach`: the most tokens that a row may see."""
         zeros = partial(torch.zeros, device=model.turns.device)
         self.ids, self.positions = (zeros(rows, dtype=torch.int64) for _ in range(2))
         self.slots = zeros(rows, dtype=torch.int64) - 1
         self.lengths, self.tables = zeros(rows, dtype=torch.int32), zeros(rows, width, dtype=torch.int32)
-        self.more = {name: zeros(rows, dtype=torch.int64) + value for name, value in cache.padding.items()}
+        self.padding = cache.padding | ({"trees": -1} if branches else {})
+        self.more = {name: zeros(rows, dtype=torch.int64) + value for name, value in self.padding.items()}
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=self.ids.device)
         self.numbers = zeros(rows, 3, dtype=torch.float64)  # temperature, top_p, min_p
         self.whole = zeros(rows, 3, dtype=torch.int64)  # top_k, seed, position
@@ -105,28 +119,32 @@ class Step:
 
     def run(self) -> tuple:
         """What is recorded. Nothing in it may depend on a value: only addresses are remembered."""
-        logits = self.model(self.ids, self.positions, self.cache.targets_of(self), self.look)
+        states = self.model.states(self.ids, self.positions, self.cache.targets_of(self), self.look)
+        logits = self.model.scores(states)
         if self.model.native:
-            return logits, self.model.ops.best(logits)
+            return logits, self.model.ops.best(logits), states
         temperature, top_p, min_p = self.numbers.T.contiguous()
         top_k, seeds, positions = self.whole.T.contiguous()
-        return logits, sample(logits, temperature.float(), top_k, top_p, min_p, seeds, positions)
+        return logits, sample(logits, temperature.float(), top_k, top_p, min_p, seeds, positions), states
 
     def look(self, layer: int, q):
         self.cache.store(layer, self, self.model.native)
-        rows = Rows(self.tables, self.starts, self.lengths, self.reach, self.more.get("homes"))
+        more = self.more.get("homes"), self.more.get("trees")
+        rows = Rows(self.tables, self.starts, self.lengths, self.reach, *more)
         return self.cache.singles(layer, q, rows, self.model.native)
 
     def fill(self, batch: Batch, B: int, sampler: Sampler) -> None:
         """A batch of B rows takes the first B; the others must not remember who was there before."""
         more, padded = self.cache.more_of(batch), dict(ids=0, positions=0, slots=-1, lengths=0)
-        for name, padding in (padded | self.cache.padding).items():
+        if "trees" in self.more:
+            more["trees"] = -1 if batch.trees is None else batch.trees
+        for name, padding in (padded | self.padding).items():
             mine = self.more[name] if name in more else getattr(self, name)
-            mine[:B].copy_(more[name] if name in more else getattr(batch, name))
+            mine[:B] = more[name] if name in more else getattr(batch, name)
             mine[B:] = padding
         self.tables[:B, : batch.tables.shape[1]].copy_(batch.tables)
         if self.draws and len(batch.sampled) == B:
-            numbers, whole = sampler.wishes([r for r, _ in batch.plan])
+            numbers, whole = sampler.wishes(batch.owners, batch.made)
             self.numbers[:B].copy_(to_device(numbers, self.ids.device))
             self.whole[:B].copy_(to_device(whole, self.ids.device))
 

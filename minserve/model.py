@@ -171,6 +171,11 @@ class Model(nn.Module):
     @torch.inference_mode()
     def forward(self, tokens, positions, attend, rows=None):
         """attend(layer, q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]; `rows` gets logits, all if None."""
+        return self.scores(self.states(tokens, positions, attend, rows))
+
+    @torch.inference_mode()
+    def states(self, tokens, positions, attend, rows=None):
+        """All but the head: what the last norm leaves of each row, [len(rows), E]."""
         eps = self.config.norm_eps
         cos, sin = self.rotations(positions)
         residual = self.embed_tokens(tokens)  # [T, E]
@@ -181,6 +186,9 @@ class Model(nn.Module):
             x = layer.mlp(x)
             after = self.norm if i + 1 == len(self.layers) else self.layers[i + 1].input_layernorm
             x, residual = add_rms_norm(x, residual, after.weight, eps)
-        if rows is not None:
-            x = x[rows]  # a 49,152-row head for every prompt token would be thrown away
+        return x if rows is None else x[rows]  # a 49,152-row head for every prompt token would be thrown away
+
+    @torch.inference_mode()
+    def scores(self, x):
+        """The head: logits [rows, V] of states [rows, E]."""
         return linear(x, self.head) if self.config.tied else self.lm_head(x)

@@ -16,7 +16,7 @@ class Output:
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None):
         self.request, self.index = request, index
-        self.text, self.logprobs, self.error = "", [], None
+        self.text, self.logprobs, self.error, self.told = "", [], None, 0  # told: tokens that were pushed
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._stops = StopStrings(request.params.stop)
 
@@ -34,6 +34,7 @@ class Output:
 
     def push(self, token: int, logprobs=None) -> tuple[str, bool]:
         """A new token: the text it makes certain, and whether that completed a stop string."""
+        self.told += 1
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self._detokenizer is None:
@@ -52,7 +53,7 @@ class Output:
 
     def _say(self, delta: str) -> tuple[str, bool]:
         stopped = False
-        if len(self.tokens) > self.request.params.min_tokens:  # before that, a stop string is only text
+        if self.told > self.request.params.min_tokens:  # before that, a stop string is only text
             delta, stopped = self._stops.push(delta)
         self.text += delta
         return delta, stopped

@@ -66,6 +66,17 @@ class PagedCache:
     def nbytes(self) -> int:
         return sum(x.nbytes for pool in self.pools for x in pool)
 
+    @property
+    def branches(self) -> bool:
+        """Can a draft be a tree? Not behind a window: it counts in slots, and siblings lie in different ones."""
+        return not any(self.config.windows)
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Bring what these slots hold to those: the path that was accepted through a tree."""
+        for x in chain(*self.pools):
+            slots = x.flatten(0, 1)
+            slots[target] = slots[source]
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Carry out copies (from, to) of whole pages: all are read before any is written, so order does not matter."""
         if pairs:
@@ -98,10 +109,11 @@ class PagedCache:
 
         `native`: a kernels.native.Native, whose kernels then see to the rows of one token.
         """
-        B, starts, tables, lengths = len(batch.plan), batch.starts, batch.tables, batch.lengths
+        B, starts, tables, lengths = len(batch.counts), batch.starts, batch.tables, batch.lengths
         on_kernels, native = on_triton(self.example), native if self.on_native else None
         n = batch.num_singles if on_kernels or native else 0
-        single = Rows(tables[:n], starts[: n + 1], lengths[:n], max(batch.host_lengths))
+        trees = None if batch.trees is None else batch.trees[:n]
+        single = Rows(tables[:n], starts[: n + 1], lengths[:n], max(batch.host_lengths), trees=trees)
         chunks = Rows(tables[n:], starts[n:] - n, lengths[n:], max(batch.counts[n:], default=0))
         gathered = {}
         if n < B and not on_kernels:
@@ -150,9 +162,24 @@ class PagedCache:
     def singles(self, layer: int, q, rows: "Rows", native=None):
         pools = self.k[layer], self.v[layer]
         if native:
-            return native.attend(q, *pools, rows.tables, rows.lengths, *self.seen(layer))
+            return native.attend(
+                q,
+                *pools,
+                rows.tables,
+                rows.lengths,
+                *self.seen(layer),
+                *([] if rows.trees is None else [rows.trees]),
+            )
         return paged_decode(
-            q, *pools, rows.tables, rows.starts, rows.lengths, 1, rows.most, *self.seen(layer)
+            q,
+            *pools,
+            rows.tables,
+            rows.starts,
+            rows.lengths,
+            1,
+            rows.most,
+            *self.seen(layer),
+            *([] if rows.trees is None else [rows.trees]),
         )
 
     def chunks(self, layer: int, q, rows: "Rows"):
@@ -179,6 +206,7 @@ class Rows(NamedTuple):
     homes: torch.Tensor | None = (
         None  # [B] int64, where what has no page yet begins (quantized_cache.Int4Cache)
     )
+    trees: torch.Tensor | None = None  # [B] int64, which of the last positions a drafted token sees
 
 
 class Gathered:
@@ -215,6 +243,9 @@ class _Group:
         query = np.arange(int(counts.max()))
         p = first[:, None] + query  # [C, n] position of each query
         seen = j[:, None] <= np.minimum(p, lengths[:, None] - 1)[:, :, None]  # [C, n, w]
+        if batch.trees is not None:  # only rows of one query have one; of a chunk all bits are set
+            before = (p[:, :, None] - j[:, None]).clip(0, 63)
+            seen &= (before == 63) | (batch.trees.numpy()[rows][:, None, None] >> before & 1 == 1)
         if window is not None:
             seen &= (j[:, None] > p[:, :, None] - window) | (j < sinks)[:, None]
             seen[..., :extra] &= np.arange(extra) < begin[:, None, None]  # a sink in the window counts once

@@ -69,9 +69,18 @@ class ScaledCache(PagedCache):
     def singles(self, layer, q, rows, native=None):
         pools = [pool[layer] for pool in self.pools]
         if native:
-            return native.attend_scaled(q, *pools, rows.tables, rows.lengths, *self.seen(layer))
+            return native.attend_scaled(
+                q,
+                *pools,
+                rows.tables,
+                rows.lengths,
+                *self.seen(layer),
+                *([] if rows.trees is None else [rows.trees]),
+            )
         its = rows.tables, rows.starts, rows.lengths, 1, rows.most
-        return scaled_decode(q, *pools, *its, *self.seen(layer))
+        return scaled_decode(
+            q, *pools, *its, *self.seen(layer), *([] if rows.trees is None else [rows.trees])
+        )
 
     def chunks(self, layer, q, rows):
         pools = [pool[layer] for pool in self.pools]
@@ -90,6 +99,7 @@ class Int4Cache(PagedCache):
     """int4: k, v [P, S, G, D/2] of two nibbles a byte, and what the 16 levels of each channel or row mean."""
 
     padding = dict(homes=0, opens=-1, sealed=-1)
+    branches = False  # a page in progress is read in order of position
 
     def __init__(
         self, config, num_pages, page_size, dtype, device, sinks, kind: str, seats: int, tokens: int
@@ -113,10 +123,10 @@ class Int4Cache(PagedCache):
     # ---------------------------------------------------------------- where a step's tokens go
     def more_of(self, batch):
         """Single tokens: where each row's open page begins, its token's place in it, and the page it fills, or -1."""
-        plan, S = [r for r, _ in batch.plan[: batch.num_singles]], self.page_size
-        lengths = np.array(batch.host_lengths[: len(plan)], np.int64)
-        homes = np.array([r.seat * S for r in plan], np.int64)
-        full = [r.pages[(n - 1) // S] if n % S == 0 else -1 for r, n in zip(plan, lengths.tolist())]
+        owners, S = batch.owners[: batch.num_singles], self.page_size
+        lengths = np.array(batch.host_lengths[: len(owners)], np.int64)
+        homes = np.array([r.seat * S for r in owners], np.int64)
+        full = [r.pages[(n - 1) // S] if n % S == 0 else -1 for r, n in zip(owners, lengths.tolist())]
         numbers = np.stack([homes, homes + (lengths - 1) % S, np.array(full, np.int64)])
         return dict(zip(("homes", "opens", "sealed"), to_device(numbers, self.example.device)))
 
@@ -140,7 +150,7 @@ class Int4Cache(PagedCache):
         (native.seal if native else seal)(*tokens, starts, pages, *(pool[layer] for pool in self.pools))
 
     def look_for(self, batch, native=None):
-        n, B, device = batch.num_singles, len(batch.plan), self.example.device
+        n, B, device = batch.num_singles, len(batch.counts), self.example.device
         more, chunks = self.more_of(batch), Chunks.of(batch, self.page_size, device)
         tables, starts, lengths = batch.tables, batch.starts, batch.lengths
         longest, most = max(batch.host_lengths), max(batch.counts[n:], default=0)
@@ -231,7 +241,7 @@ class Chunks(NamedTuple):
     @classmethod
     def of(cls, batch, S: int, device) -> "Chunks":
         n, lengths, counts = batch.num_singles, np.array(batch.host_lengths), np.array(batch.counts)
-        requests, lengths, counts = [r for r, _ in batch.plan[n:]], lengths[n:], counts[n:]
+        requests, lengths, counts = batch.owners[n:], lengths[n:], counts[n:]
         past, seats = lengths - counts, np.array([r.seat for r in requests], np.int64)
         begun, full, left = past % S, lengths // S - past // S, lengths % S  # tokens, pages, tokens
         homes = n + np.cumsum(begun + counts) - (begun + counts)

@@ -146,6 +146,22 @@ class Status(Enum):
     WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
 
+@dataclass(slots=True)
+class Draft:
+    """Tokens that somebody proposes to follow a request's last one: a chain, or a tree whose parents come first."""
+
+    tokens: list[int]
+    parents: list[int] | None = None  # of each, its index among them; -1 is the last token. None: a chain
+    chances: object = None  # [n, V] fp32: the adjusted logits each was drawn from. None: they were not drawn
+
+    def cut(self, n: int) -> "Draft | None":
+        """The first n of them: parents come first, so what is left of a tree is a tree. None: nothing is left."""
+        if n >= len(self.tokens):
+            return self if self.tokens else None
+        chances = None if self.chances is None else self.chances[:n]
+        return Draft(self.tokens[:n], self.parents and self.parents[:n], chances) if n else None
+
+
 @dataclass(
     eq=False, slots=True
 )  # identity: two equal prompts are still two requests; slots: small, so many fit a cache
@@ -183,6 +199,11 @@ class Request:
     )  # its row in the persistent buffers, while it is running
     preemptions: int = field(init=False, default=0)
     cached_tokens: int = field(init=False, default=0)  # of the prompt, found in the prefix index
+    # kept by speculation
+    ahead: int = field(init=False, default=0)  # tokens that may be drafted for it ...
+    granted: int = field(init=False, default=0)  # ... and for how many of them this step has room
+    memo: object = field(init=False, default=None)  # what a drafter remembers of it
+    draft: Draft | None = field(init=False, default=None)  # what this step verifies behind its last token
     # kept by the page pool
     pages: list[int] = field(init=False, default_factory=list)  # the page table, in token order
     returned: int = field(init=False, default=0)  # entries before this one left the window: stale, never read

@@ -26,6 +26,7 @@ import torch
 from minserve.batch import to_device
 from minserve.kernels import on_triton
 from minserve.kernels.sample import COOLEST, HOTTEST, ONE, sample, target_of, uniform
+from minserve.kernels.verify import verify
 from minserve.request import SamplingParams
 
 GROUP = 1 << 18  # logits that are worked on together on a CPU: 1 MB at each step, which a cache can hold
@@ -46,6 +47,13 @@ class Sampled(NamedTuple):
     tokens: torch.Tensor  # [B] int64, -1 where bad
     bad: torch.Tensor  # [B] bool: the row's largest logit is not finite (NaN, or all are -inf)
     logprobs: list[TokenLogprobs | None] | None  # None when no row asks for them
+
+
+class Drafts(NamedTuple):
+    """What rows that verify a draft have to know, in the order of the rows."""
+
+    before: list[list[int]]  # the drafts between the last token and each row's own, its own included
+    chances: dict[int, tuple]  # row -> the token drafted behind it, and the logits [V] that was drawn from
 
 
 class Sampler:
@@ -93,17 +101,23 @@ class Sampler:
         if params.penalises:
             self._remember(seat, prompt, outputs)
 
-    def wishes(self, requests) -> tuple:
+    def wishes(self, owners, made) -> tuple:
         """What the rows' draws need, on the host: temperature, top_p, min_p [B, 3]; top_k, seed, position [B, 3]."""
-        seats = np.fromiter((r.seat for r in requests), np.int64, len(requests))
-        made = np.fromiter((len(r.tokens) - len(r.prompt) for r in requests), np.int64, len(requests))
+        seats = np.fromiter((r.seat for r in owners), np.int64, len(owners))
         return self.numbers[seats, :3], np.column_stack((self.whole[seats], made))
 
     def __call__(self, logits, seats, positions, drawn: tuple | None = None) -> Sampled:
-        """Draw one token per row. logits: [B, V]; seats, positions: [B], best given where the host can read them.
+        """Draw one token per row, and note it. Arguments: see draw()."""
+        tokens = self.draw(logits, seats, positions, drawn)
+        self.note(seats, tokens)
+        return Sampled(tokens, tokens < 0, self.logprobs(logits, tokens, seats))
+
+    def draw(self, logits, seats, positions, drawn: tuple | None = None, drafts: "Drafts | None" = None):
+        """Draw one token per row, [B] int64. logits: [B, V]; seats, positions: [B], best where the host can read them.
 
         A position is the number of tokens the request has made before this one.
         drawn: tokens [B] that somebody has drawn already, and which wishes he knew of: 0 (greedy rows), DRAWN.
+        drafts: of rows that verify some. What a seat's penalties count then includes the drafts before the row.
         """
         seats, positions = _on_host(seats), _on_host(positions)
         asks = self.asks[seats]
@@ -121,17 +135,30 @@ class Sampler:
             rows = special[start : start + size]
             where = self._send(rows)
             x = logits.index_select(0, where).float()
-            self._adjust(x, seats[rows], asks[rows])
+            self._adjust(x, seats[rows], asks[rows], drafts and [drafts.before[i] for i in rows])
             tokens[where] = self._choose(x, seats[rows], positions[rows], asks[rows])
-        bad = tokens < 0
-        if (penalised := np.flatnonzero(asks & PENALTY)).size:
-            where = self._send(penalised)
-            made = tokens[where].clamp(min=0), (~bad[where]).int()
-            self.times.index_put_((self._send(seats[penalised]), made[0]), made[1], accumulate=True)
-        return Sampled(tokens, bad, self._logprobs(logits, tokens, seats, np.flatnonzero(asks & LOGPROBS)))
+            if drafts and (judged := [i for i in range(len(rows)) if rows[i] in drafts.chances]):
+                tokens[where[judged]] = self._judge(x, rows, judged, seats, positions, drafts)
+        return tokens
+
+    def note(self, seats, tokens) -> None:
+        """These tokens [B] are out: from now on the penalties of their seats [B] count them."""
+        seats = _on_host(seats)
+        if (penalised := np.flatnonzero(self.asks[seats] & PENALTY)).size:
+            made = tokens[self._send(penalised)]
+            where = self._send(seats[penalised]), made.clamp(min=0)
+            self.times.index_put_(where, (made >= 0).int(), accumulate=True)
 
     # ---------------------------------------------------------------- before the draw
-    def _adjust(self, x, seats, asks) -> None:
+    def adjusted(self, logits, seats, positions, before=None):
+        """Logits [R, V] after bias, penalties and min_tokens, in fp32. before: drafts in front of each row."""
+        seats, positions, x = _on_host(seats), _on_host(positions), logits.float().clone()
+        asks = self.asks[seats]
+        asks = np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
+        self._adjust(x, seats, asks, before)
+        return x
+
+    def _adjust(self, x, seats, asks, before=None) -> None:
         """Bias, penalties and min_tokens, written into x [R, V], as `sampling.adjusted` does for one row."""
         if (rows := np.flatnonzero(asks & BIAS)).size:
             ids, values = (self._send(a) for a in self.bias.of(seats[rows]))
@@ -139,14 +166,16 @@ class Sampler:
             x[where, ids] = x[where, ids] + values
         if (rows := np.flatnonzero(asks & PENALTY)).size:
             where = self._send(rows)
-            x[where] = self._penalised(x[where], seats[rows])
+            x[where] = self._penalised(x[where], seats[rows], before and [before[i] for i in rows])
         if (rows := np.flatnonzero(asks & STOPS)).size:
             x[self._send(rows)[:, None], self._send(self.stops.of(seats[rows])[0])] = -torch.inf
 
-    def _penalised(self, x, seats):
+    def _penalised(self, x, seats, before=None):
         where = self._send(seats)
         repetition, presence, frequency = self._send(self.numbers[seats, 3:]).float().T[:, :, None]
-        times = self.times[where]  # [R, V]
+        times = self.times[where]  # [R, V], a copy
+        for row, drafted in enumerate(before or ()):
+            times[row] += torch.bincount(self._send(np.array(drafted, np.int64)), minlength=self.vocab)
         made = times > 0
         seen = made | self.prompted[where]
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -181,7 +210,23 @@ class Sampler:
         tokens[rows] = draw(x[rows], *(a[rows] for a in (temperature, top_k, top_p, min_p, u)))
         return tokens
 
-    def _logprobs(self, logits, tokens, seats, rows):
+    def _judge(self, x, rows, judged, seats, positions, drafts):
+        """Tokens for those of the rows of x whose drafts were drawn."""
+        mine = rows[judged]
+        numbers, (top_k, seeds) = (
+            self._send(self.numbers[seats[mine], :3]),
+            self._send(self.whole[seats[mine]]).T,
+        )
+        temperature, (top_p, min_p) = numbers[:, 0].float(), numbers[:, 1:].T.contiguous()
+        chances = torch.stack([drafts.chances[i][1] for i in mine])
+        drawn = self._send(np.array([drafts.chances[i][0] for i in mine]))
+        cuts = temperature, top_k.contiguous(), top_p, min_p, seeds.contiguous(), self._send(positions[mine])
+        return verify(x[judged].contiguous(), chances, drawn, *cuts)
+
+    def logprobs(self, logits, tokens, seats):
+        """TokenLogprobs of each row whose seat asks for them, None for the others; None if nobody asks."""
+        seats = _on_host(seats)
+        rows = np.flatnonzero(self.asks[seats] & LOGPROBS)
         if not rows.size:
             return None
         found: list[TokenLogprobs | None] = [None] * len(seats)

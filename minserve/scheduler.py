@@ -124,11 +124,12 @@ class Scheduler:
                 continue  # it gave way, or its last token is being made
             owed = len(request.tokens) - request.computed
             num_tokens = 1 if owed == 1 else self.share(owed, spare)
+            request.granted = self._granted(request, spare) if request.ahead and owed == 1 else 0
             if request.computed + num_tokens > request.writable and not self._make_room(request, num_tokens):
                 continue  # it was itself the one to give way
             if num_tokens:
-                plan.append((request, num_tokens))
-                spare -= num_tokens if owed > 1 else 0
+                plan.append((request, num_tokens + request.granted))
+                spare -= num_tokens + request.granted if owed > 1 else request.granted
 
         if not self.gave_way:
             self._admit_waiting(plan, spare)
@@ -137,6 +138,16 @@ class Scheduler:
     def share(self, owed: int, spare: int) -> int:
         """How much of a prompt goes into this step, with `spare` tokens left."""
         return min(owed, spare, self.chunk)
+
+    def _granted(self, request: Request, spare: int) -> int:
+        """Drafts there is room for beside its token: all it may have or none, and nobody gives way for them."""
+        ahead = min(request.ahead, spare)
+        if request.computed + 1 + ahead <= request.writable:
+            return ahead
+        room = self.pages.available > len(
+            self.running
+        )  # everybody may need a page for the token it is sure of
+        return ahead if room and self.pages.grow(request, 1 + ahead) else 0
 
     def _admit_waiting(self, plan: Plan, spare: int) -> None:
         """The queue, in order. Its head waits rather than being overtaken, so nobody starves."""
@@ -188,24 +199,27 @@ class Scheduler:
         insort(self.waiting, request, key=_rank)
 
     # ------------------------------------------------------------ after the step
-    def commit(self, plan: Plan, tokens: list[int]) -> list[Request]:
+    def commit(self, plan: Plan, tokens: list[list[int]]) -> list[Request]:
         """Settle a step: debts down, tokens out, pages of the finished back. Returns those that finished.
 
-        tokens: one per planned request; where a debt is not fully paid, it means nothing and is ignored.
+        tokens: of each planned request the drafts that were accepted, and then the one that was drawn; where a debt is
+        not fully paid, they mean nothing and are ignored.
         """
         return self.settle(plan, self.advance(plan), tokens)
 
     def advance(self, plan: Plan) -> list[int]:
         """The step is on its way: count its tokens as computed, and promise UNKNOWN to those whose debt it pays.
 
-        The next step can be scheduled now. Returns how far each request is computed then: what settle() asks for.
+        The next step can be scheduled now. Returns how far each request is surely computed then, drafts aside: what
+        settle() asks for.
         """
         ends = []
         for request, num_tokens in plan:
             if request.status is not RUNNING:
                 ends.append(0)  # it was aborted since it was planned
                 continue
-            request.computed = end = request.computed + num_tokens
+            request.computed += num_tokens
+            end = request.computed - (len(request.draft.tokens) if request.draft else 0)
             ends.append(end)
             if self.pages.window:  # not left to settle(): by then a small pool would have run short
                 self.pages.settle(request, end - (request.tokens[end - 1] == UNKNOWN))
@@ -213,26 +227,38 @@ class Scheduler:
                 request.tokens.append(UNKNOWN)
         return ends
 
-    def settle(self, plan: Plan, ends: list[int], tokens: list[int]) -> list[Request]:
+    def settle(self, plan: Plan, ends: list[int], tokens: list[list[int]]) -> list[Request]:
         """The step has arrived: its tokens are known, and who ends with them gives everything back."""
         finished, S = [], self.pages.page_size
-        for (request, num_tokens), end, token in zip(plan, ends, tokens, strict=True):
-            known, status = request.tokens, request.status
-            if not end or status is FINISHED:
+        for (request, num_tokens), end, made in zip(plan, ends, tokens, strict=True):
+            if not end or request.status is FINISHED:
                 continue  # it was aborted, or had stopped, while the step ran
-            if status is RUNNING and end % S < num_tokens:  # a page is full
-                self.pages.settle(request, end)
-            if known[end] != UNKNOWN:
-                continue  # mid-prompt: this chunk's logits predict a token that is known
-            if token in request.stop_ids and end >= len(request.prompt) + request.params.min_tokens:
-                self.finish(request, "stop")
-                finished.append(request)
-                continue
-            known[end] = token
-            if end + 1 >= request.most:
-                self.finish(request, "length")
+            reason = None
+            if request.tokens[end] == UNKNOWN:  # else mid-prompt: this chunk's logits predict what is known
+                reason = self._take(request, end, made)
+            if request.draft:
+                end += (
+                    len(made) - 1
+                )  # the accepted are in the cache for good; whatever lies behind them is not
+                request.computed -= len(request.draft.tokens) - (len(made) - 1)
+                request.draft = None
+            if request.status is RUNNING and end % S < num_tokens:  # a page is full
+                self.pages.settle(request, min(end, len(request.tokens) - 1))
+            if reason:
+                self.finish(request, reason)
                 finished.append(request)
         return finished
+
+    def _take(self, request: Request, end: int, made: list[int]) -> str | None:
+        """Its new tokens, in place of the one promised. Returns why it ends with them, and drops what follows then."""
+        known = request.tokens
+        for i, token in enumerate(made, end):
+            if token in request.stop_ids and i >= len(request.prompt) + request.params.min_tokens:
+                return "stop"
+            known[i : i + 1] = [token]
+            if i + 1 >= request.most:
+                return "length"
+        return None
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request now, wherever it is: "stop", "length", "abort", "timeout" or "error". Twice is once."""
@@ -259,7 +285,7 @@ class Scheduler:
         self.running.remove(request)
         self.pages.release(request)
         self.seats.append(request.seat)
-        request.seat = None
+        request.seat, request.granted, request.draft = None, 0, None
 
 
 class WholePrompts(Scheduler):

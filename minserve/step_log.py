@@ -16,6 +16,8 @@ class Row(NamedTuple):
     num_tokens: int  # computed in this step
     computed: int  # in the cache before it
     sampled: bool  # its debt was paid in full, so it got a token
+    drafted: int = 0  # of num_tokens, those that were only proposed ...
+    kept: int = 0  # ... and how many of these it got besides its token
 
 
 @dataclass(frozen=True)

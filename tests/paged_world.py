@@ -151,7 +151,7 @@ class World:
         for request in aborts:
             self.abort(request)
         expected = [self._expected(r, n, token) for (r, n), token in zip(plan, answers)]
-        finished = self.scheduler.commit(plan, answers)
+        finished = self.scheduler.commit(plan, [[token] for token in answers])
         for (request, _), (computed, tokens, reason) in zip(plan, expected):
             assert request.tokens == tokens and request.finish_reason == reason, f"request {request.id}"
             assert request.computed == computed, f"request {request.id}: {request.computed}, not {computed}"

@@ -16,7 +16,7 @@ def steps_of(policy, lengths, seats) -> int:
         scheduler.add(Request(i, [1, 2], SamplingParams(), length))
     while scheduler.has_work:
         plan = scheduler.schedule()
-        scheduler.commit(plan, [7] * len(plan))
+        scheduler.commit(plan, [[7]] * len(plan))
     return scheduler.steps
 
 
@@ -60,7 +60,7 @@ def check_needs(module):
         while scheduler.has_work:
             plan = scheduler.schedule()
             most = max(most, len(request.pages))
-            scheduler.commit(plan, [7])
+            scheduler.commit(plan, [[7]])
         assert module.needs(prompt, new, 4, budget) == (most, scheduler.steps)
 
 

@@ -18,21 +18,23 @@ FLOORS = [
         *("gptq", "awq", "smoothquant", "quantized_files", "quantized_cache", "quantized_linear"),
     },
     {  # 4  one request, plainly; loading
-        *("output", "prefill_decode", "fused", "speculation", "weights", "fetch", "calibration"),
+        *("output", "prefill_decode", "fused", "speculation", "trained", "weights", "fetch", "calibration"),
     },
     {"graphs"},  # 5  a step, recorded
-    {"engine"},  # 6  the loop
-    {"async_engine", "server", "metrics", "cluster", "simulator"},  # 7  many callers; one machine to many
-    {"lab", "bench", "__main__", "chat", "doctor", "quantize"},  # 8  measures and commands
+    {"draft_model", "medusa", "drafters"},  # 6  who proposes, and computes for it
+    {"engine"},  # 7  the loop
+    {"async_engine", "server", "metrics", "cluster", "simulator"},  # 8  many callers; one machine to many
+    {"lab", "bench", "__main__", "chat", "doctor", "quantize", "train", "self_text"},  # 9  measures and commands
 ]
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 NO_TORCH = {"config", "request", "step_log", "pages", "scheduler"}
 COMMANDS = {  # on the top floor, who may call whom
-    "__main__": {"bench", "chat", "doctor", "quantize"},
+    "__main__": {"bench", "chat", "doctor", "quantize", "train"},
     "bench": {"lab"},
     "chat": {"lab"},
     "doctor": {"lab"},
     "quantize": {"lab"},
+    "train": {"lab", "self_text"},
 }
 PACKAGE = Path(__file__).parents[1] / "minserve"
 

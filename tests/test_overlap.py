@@ -74,7 +74,7 @@ class Ahead(paged_world.World):
                     known[end] = token
                     reason = "length" if end + 1 == len(r.prompt) + r.max_new_tokens else None
             expected.append((known, reason or r.finish_reason))
-        finished = self.scheduler.settle(plan, ends, answers)
+        finished = self.scheduler.settle(plan, ends, [[token] for token in answers])
         for (r, _), (known, reason) in zip(plan, expected):
             assert r.tokens == known and r.finish_reason == reason, f"request {r.id}"
         assert all(r.status is Status.FINISHED for r in finished)

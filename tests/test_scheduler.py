@@ -262,7 +262,7 @@ def test_stop_ids_and_min_tokens():
     scripts = {0: [9, 3, 9], 1: [4, 4, 4, 4, 4]}
     while scheduler.has_work:
         plan = scheduler.schedule()
-        scheduler.commit(plan, [scripts[r.id][len(r.outputs)] for r, _ in plan])
+        scheduler.commit(plan, [[scripts[r.id][len(r.outputs)]] for r, _ in plan])
     assert (early.outputs, early.finish_reason) == ([9, 3], "stop")
     assert (late.outputs, late.finish_reason) == ([4] * 5, "length")
 

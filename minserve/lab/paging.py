@@ -139,7 +139,8 @@ def day(
             stored = sum(r.computed for r in scheduler.running) + sum(n for _, n in plan)
             running.append(len(scheduler.running))
             empty.append(1 - stored / (pool.in_use * pool.page_size))
-        scheduler.commit(plan, [end if len(r.outputs) + 1 >= answers[r.id] else 0 for r, _ in plan])
+        made = [[end if len(r.outputs) + 1 >= answers[r.id] else 0] for r, _ in plan]
+        scheduler.commit(plan, made)
         steps += 1
     mean = lambda xs: statistics.fmean(xs) if xs else 0.0  # noqa: E731
     return Day(steps, mean(running), most, mean(empty), scheduler.preemptions)
