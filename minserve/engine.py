@@ -91,8 +91,8 @@ class Engine:
         """
         if drafter and overlap:
             raise ValueError(
-                "a drafter continues the token of the last step, and overlap schedules before that one is known: use one "
-                "of the two"
+                "a drafter continues the token of the last step, and overlap schedules before that one is known: "
+                "use one of the two"
             )
         config, device = model.config, model.device
         page_size = page_size or page_for(kv_cache_dtype)

@@ -31,7 +31,6 @@ from minserve.model import Model
 from minserve.paged_attention import PagedCache, Rows
 from minserve.sampler import DRAWN, Sampler
 
-
 MOST_DRAFTED = 128  # rows of a recorded step, where drafts make more of them than there are seats
 
 

@@ -14,8 +14,7 @@ Why nothing changes    A draft that is not itself drawn (n-grams, the likeliest 
                        belongs to that position, as it would have done without. The draft only decides how many
                        of these draws one step can make. So tokens are the same, greedy or not, in any batch.
                        Drafts that are drawn from q are judged by kernels/verify.py: then the distribution is the same.
-When it pays           speedup = (1 + E[kept]) / (k c + v(k)): c is the price of a draft token, v(k) that of a step
-                       over k + 1 tokens, both in steps of one token. In a busy batch v(k) is large, and k = 0 is best.
+When it pays           minserve/pace.py
 
 Sources  Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318); prompt lookup: Saxena 2023;
          trees: Miao et al. 2024 (SpecInfer, arXiv:2305.09781)
@@ -31,6 +30,7 @@ import torch
 
 from minserve.batch import Batch, to_device
 from minserve.kernels.verify import walk
+from minserve.pace import Pace
 from minserve.request import Draft, Request
 from minserve.sampler import Drafts
 
@@ -101,67 +101,6 @@ class NGram(Drafter):
         return Draft(text[:n])
 
 
-# ---------------------------------------------------------------- how many
-class Pace:
-    """How many drafts pay, from what steps of so many tokens have cost, and how often each request's were right.
-
-    With chance a of a request's next draft token, its i-th is kept with a^i. The likeliest of all requests come first, as
-    many as make the most tokens per second: (rows + sum of chances) / (seconds of a step over all of them + drafting).
-    A size of step that was never measured is thought to cost what the next smaller one does, so it is tried once.
-    """
-
-    LOOK_AGAIN = 64  # steps after which drafts are tried as if they cost nothing: things may have changed
-
-    def __init__(self, expected: float = 0.7):
-        self.expected = expected  # of a request that is not known yet
-        self.step: dict[int, float] = {}  # tokens -> seconds
-        self.draft = 0.0  # seconds for one more token of every draft
-        self.right: dict[int, tuple[float, float]] = {}  # request id -> kept, tried: recent ones count more
-        self.turns = 0
-
-    def seconds(self, tokens):
-        """What a step over so many tokens will cost, as far as is known. An array in, an array out."""
-        sizes = sorted(self.step)
-        return (
-            np.interp(tokens, sizes, [self.step[size] for size in sizes]) if sizes else np.ones(len(tokens))
-        )
-
-    def chance(self, request: Request) -> float:
-        kept, tried = self.right.get(request.id, (0.0, 0.0))
-        return (kept + self.expected) / (tried + 1)
-
-    def choose(self, requests: list[Request], limits: list[int], gains=None) -> list[int]:
-        """How many tokens to draft for each of these decoding requests, at most limits[i]."""
-        self.turns += 1
-        most, B = max(limits, default=0), len(requests)
-        if not most:
-            return [0] * B
-        chance = np.array([self.chance(r) for r in requests])[:, None]
-        if gains is None:
-            chances = chance ** np.arange(1, most + 1)  # [B, most]
-        else:
-            chances = np.minimum(chance / self.expected * np.array(gains[:most]), 1.0)
-        chances = np.where(np.arange(most) < np.array(limits)[:, None], chances, 0.0)
-        order = np.argsort(-chances, axis=None, kind="stable")  # within a request the order of the draft
-        order = order[chances.flat[order] > 0]
-        kept = np.concatenate([[0.0], chances.flat[order].cumsum()])
-        deep = np.concatenate([[0], np.maximum.accumulate(order % most + 1)])
-        cost = self.seconds(B + np.arange(len(kept)))
-        if self.turns % self.LOOK_AGAIN == 0:
-            cost = cost[:1]
-        n = int(np.argmax((B + kept) / (cost + self.draft * deep)))
-        return np.bincount(order[:n] // most, minlength=B).tolist()
-
-    def learn(self, request: Request, tried: float, kept: int) -> None:
-        before = self.right.get(request.id, (0.0, 0.0))
-        self.right[request.id] = 0.9 * before[0] + kept, 0.9 * before[1] + tried
-
-    def timed(self, tokens: int, seconds: float) -> None:
-        """A hiccup must not count for long: down at once, up slowly."""
-        before = self.step.get(tokens, seconds)
-        self.step[tokens] = min(seconds, before + 0.2 * (seconds - before))
-
-
 # ---------------------------------------------------------------- the engine's side
 class Speculation:
     """What the engine does differently with a drafter."""
@@ -223,7 +162,7 @@ class Speculation:
                 )
 
     def judge(self, batch: Batch, logits, drawn, states) -> tuple[list[list[int]], list | None, list[int]]:
-        """What each request of batch.paid gets: new tokens, their logprobs if asked for; and of batch.plan, drafts kept."""
+        """Of each request of batch.paid: new tokens, their logprobs if asked for. Of all of batch.plan: drafts kept."""
         sampler = self.engine.sampler
         places = Places(batch)
         tokens = sampler.draw(logits, batch.seats, batch.made, drawn, places.drafts)
@@ -292,12 +231,9 @@ class Speculation:
             for i in range(depth):
                 self.drafted[i] += 1
                 self.kept[i] += i < n
-            expected = (
-                sum(self.drafter.gains[:drafted]) / self.pace.expected
-                if self.drafter.gains
-                else n + (n < drafted)
-            )
-            self.pace.learn(request, expected, n)
+            gains = self.drafter.gains
+            tried = sum(gains[:drafted]) / self.pace.expected if gains else n + (n < drafted)
+            self.pace.learn(request, tried, n)
 
 
 class Places:

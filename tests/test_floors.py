@@ -12,7 +12,7 @@ import pytest
 FLOORS = [
     {"config", "request", "step_log"},  # 0  nouns: plain Python, no torch
     {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
-    {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text"},  # 2
+    {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text", "pace"},  # 2
     {  # 3  computes | draws | decides | brings weights: strangers
         *("model", "sampler", "scheduler", "sources"),
         *("gptq", "awq", "smoothquant", "quantized_files", "quantized_cache", "quantized_linear"),
