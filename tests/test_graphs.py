@@ -119,7 +119,7 @@ class World:
                 request.pages.append(self.free.pop())
 
     def twice(self, graphs, plan):
-        """The step by `graphs`, and by the fused road on a copy of the cache: (theirs, ours), each (logits, drawn)."""
+        """The step by `graphs`, and by the fused road on a copy of the cache: (theirs, ours), each (logits, drawn, states)."""
         batch, theirs = self.batch(plan), copy.copy(self.cache)
         theirs.k, theirs.v = ([x.clone() for x in pool] for pool in (self.cache.k, self.cache.v))
         expected = self.module.Fused(self.model, theirs, self.packer.tokens.shape[1])(batch)
@@ -134,8 +134,8 @@ class World:
 
     def same(self, graphs, plan):
         """One step on both roads, bit for bit."""
-        batch, (logits, drawn), (mine, own), theirs = self.twice(graphs, plan)
-        assert torch.equal(mine, logits) and mine.isfinite().all() and len(mine) == len(batch.sampled)
+        batch, (logits, drawn, states), (mine, own, its), theirs = self.twice(graphs, plan)
+        assert torch.equal(its, states) and torch.equal(mine, logits) and mine.isfinite().all() and len(mine) == len(batch.sampled)
         if own is not None:
             assert torch.equal(own[0], drawn[0]) and own[1] == drawn[1]
             assert own[0].tolist() == logits.float().argmax(-1).tolist()
@@ -256,7 +256,7 @@ def test_what_is_not_finite_is_one_rows_trouble(get):
     graphs = world.graphs()
     requests = [world.request(i, 3 + i) for i in range(3)]
     requests[1].tokens[-1] = 77
-    _, (logits, (drawn, _)), (mine, (own, _)), _ = world.twice(graphs, [(r, 1) for r in requests])
+    _, (logits, (drawn, _), _), (mine, (own, _), _), _ = world.twice(graphs, [(r, 1) for r in requests])
     assert own.tolist() == drawn.tolist() and own[1] == -1 and (own[[0, 2]] >= 0).all()
     assert torch.equal(mine[[0, 2]], logits[[0, 2]]) and mine[1].isnan().all()
     for i in (0, 2):  # and nothing of it stays in the graph
@@ -422,8 +422,9 @@ def check_gpu(get, monkeypatch, module=minserve.graphs, family="llama-3"):
             world.leave(here[0])
             here[0] = world.request(0, 2100, params=warm)
         rows = here[:B]
-        batch, (logits, drawn), (mine, own), theirs = world.twice(graphs, [(r, 1) for r in rows])
+        batch, (logits, drawn, states), (mine, own, its), theirs = world.twice(graphs, [(r, 1) for r in rows])
         torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(its, states, rtol=1e-4, atol=1e-4)
         world.check_cache(theirs, rtol=1e-4, atol=1e-4)
         assert drawn is None and own[1] == DRAWN
         made = [len(r.tokens) - len(r.prompt) for r in rows]
@@ -437,8 +438,8 @@ def check_gpu(get, monkeypatch, module=minserve.graphs, family="llama-3"):
         world.advance([(r, 1) for r in rows])
     one = world.request(4, 5, 3)
     batch = world.batch([(one, 1)])
-    logits, drawn = graphs(batch)
-    assert drawn is None and len(logits) == 0  # nobody's debt is paid
+    logits, drawn, states = graphs(batch)
+    assert drawn is None and len(logits) == len(states) == 0  # nobody's debt is paid
 
 
 @pytest.mark.parametrize("family", ["llama-3", "qwen3", "mistral"])
@@ -527,6 +528,8 @@ WRONG = [  # what is wrong, the right text, the wrong one, who notices
     ("tokens for who owes more", "if len(batch.sampled) < B:", "if False:", days),
     ("logits for who owes more", "return logits[batch.last], None", "return logits[:B], None", days),
     ("logits of the padding too", "return logits[:B], (", "return logits, (", sizes),
+    ("states of the padding too", "step.draws), states[:B]", "step.draws), states", sizes),
+    ("states of who owes more", "None, states[batch.last]", "None, states[:B]", days),
     ("padded lengths at recording are real", "self.lengths, self.tables = zeros(rows, dtype=torch.int32),",
      "self.lengths, self.tables = zeros(rows, dtype=torch.int32) + 1,", recording),
     ("recorded where slot 0 is written", "zeros(rows, dtype=torch.int64) - 1", "zeros(rows, dtype=torch.int64)",

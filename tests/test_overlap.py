@@ -445,11 +445,11 @@ def test_a_token_that_is_none_is_never_looked_up(model):  # noqa: F811
 
     def spoils(batch):
         assert (batch.ids >= 0).all()
-        logits, drawn = compute(batch)
+        logits, drawn, states = compute(batch)
         logits = logits.clone()
         if e.scheduler.steps > 2:
             logits[[r.id for r, _ in batch.plan].index(0)] = torch.nan
-        return logits, drawn
+        return logits, drawn, states
 
     e.compute, e._one_by_one = spoils, None
     while e.outputs and e.scheduler.steps < 40:
