@@ -120,8 +120,7 @@ class Sampler:
         drafts: of rows that verify some. What a seat's penalties count then includes the drafts before the row.
         """
         seats, positions = _on_host(seats), _on_host(positions)
-        asks = self.asks[seats]
-        asks = np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
+        asks = self._asked(seats, positions)
         tokens, known = drawn or (None, 0)
         special = np.flatnonzero(asks & ~np.uint8(LOGPROBS | known))
         if tokens is not None:
@@ -153,10 +152,13 @@ class Sampler:
     def adjusted(self, logits, seats, positions, before=None):
         """Logits [R, V] after bias, penalties and min_tokens, in fp32. before: drafts in front of each row."""
         seats, positions, x = _on_host(seats), _on_host(positions), logits.float().clone()
-        asks = self.asks[seats]
-        asks = np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
-        self._adjust(x, seats, asks, before)
+        self._adjust(x, seats, self._asked(seats, positions), before)
         return x
+
+    def _asked(self, seats, positions):
+        """What each row asks for, [B]: its stop ids are kept out only until it has made min_tokens."""
+        asks = self.asks[seats]
+        return np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
 
     def _adjust(self, x, seats, asks, before=None) -> None:
         """Bias, penalties and min_tokens, written into x [R, V], as `sampling.adjusted` does for one row."""

@@ -201,7 +201,7 @@ WRONG = [  # what is wrong, the right text, the wrong one, kind, who notices
      "if n % S == S - 1 else -1 for r", "int4", sound),
     ("single tokens never seal", "if n % S == 0 else -1 for r", "if False else -1 for r", "int4", sound),
     ("sealed into the page before", "r.pages[(n - 1) // S] if", "r.pages[(n - 1) // S - 1] if", "int4", sound),
-    ("everybody's open page is seat 0's", "np.array([r.seat * S for r in plan]", "np.array([0 * S for r in plan]",
+    ("everybody's open page is seat 0's", "np.array([r.seat * S for r in owners]", "np.array([0 * S for r in owners]",
      "int4", sound),
     ("open pages turn round early", "homes + (lengths - 1) % S", "homes + (lengths - 1) % (S // 2)", "int4", sound),
     ("chunks never seal", "self._seal(self.fresh", "0 and self._seal(self.fresh", "int4", sound),
