@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from minserve.drafters import NAMES
 from minserve.engine import Engine
 from minserve.fetch import FetchError, resolve
 from minserve.model import Model
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
         "--kv-cache-dtype", choices=list(KINDS), help="a smaller KV cache; default: the model's own"
+    )
+    parser.add_argument(
+        "--drafter",
+        choices=NAMES,
+        help="speculative decoding: who proposes tokens; the answers stay the same",
     )
     parser.add_argument(
         "--max-tokens", type=int, help="longest answer, in tokens; default: until the model stops"
@@ -55,6 +61,7 @@ class Answer:
     prompt: int = 0
     ttft: float = 0.0  # seconds from the question to the first token
     decoding: float = 0.0  # seconds from the first token to the last
+    steps: int = 0  # in that time: fewer than tokens where drafts were right
 
     def __str__(self) -> str:
         rate = (
@@ -64,7 +71,8 @@ class Answer:
         )
         return (
             f"[{self.prompt} prompt tokens, {self.reused} of them from the cache | "
-            f"first token {self.ttft * 1e3:.0f} ms | {self.tokens} tokens, {rate} | {self.reason}]"
+            f"first token {self.ttft * 1e3:.0f} ms | {self.tokens} tokens in {1 + self.steps} steps, {rate} | "
+            f"{self.reason}]"
         )
 
 
@@ -77,12 +85,13 @@ class Conversation:
         tokenizer: Tokenizer,
         messages: list[dict] | None = None,
         kv_cache_dtype: str | None = None,
+        drafter: str | None = None,
     ):
         self.tokenizer, self.messages = tokenizer, messages or []
         page = page_for(kv_cache_dtype)
         self.engine = Engine(
             model, tokenizer, num_pages=pages_for(model.config.context, page), max_running=1,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype, drafter=drafter,
         )  # fmt: skip
 
     def ask(self, question: str, params: SamplingParams, emit, stopped=lambda: False) -> Answer:
@@ -96,6 +105,7 @@ class Conversation:
         (output,) = self.engine.add(ids, params)
         answer = Answer(prompt=len(ids))
         while not output.finished:
+            answer.steps += bool(output.tokens)  # those that decode
             news = self.engine.abort([output]) if stopped() else self.engine.step()
             now = time.perf_counter()
             for _, delta in news:
@@ -141,7 +151,7 @@ def start(args) -> Conversation:
     folder = resolve(args.model)
     model = load(folder, DTYPES[args.dtype] if args.dtype else None, device)
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    return Conversation(model, Tokenizer.load(folder), messages, args.kv_cache_dtype)
+    return Conversation(model, Tokenizer.load(folder), messages, args.kv_cache_dtype, args.drafter)
 
 
 def turn(conversation: Conversation, question: str, params: SamplingParams, stats: bool) -> bool:

@@ -165,6 +165,8 @@ class Speculation:
         """Of each request of batch.paid: new tokens, their logprobs if asked for. Of all of batch.plan: drafts kept."""
         sampler = self.engine.sampler
         places = Places(batch)
+        if places.drafts and places.drafts.chances:
+            drawn = None  # a recorded step drew from p alone
         tokens = sampler.draw(logits, batch.seats, batch.made, drawn, places.drafts)
         paths = [[start] for start in places.starts[:-1]]
         if places.drafts:
