@@ -162,25 +162,9 @@ class PagedCache:
     def singles(self, layer: int, q, rows: "Rows", native=None):
         pools = self.k[layer], self.v[layer]
         if native:
-            return native.attend(
-                q,
-                *pools,
-                rows.tables,
-                rows.lengths,
-                *self.seen(layer),
-                *([] if rows.trees is None else [rows.trees]),
-            )
-        return paged_decode(
-            q,
-            *pools,
-            rows.tables,
-            rows.starts,
-            rows.lengths,
-            1,
-            rows.most,
-            *self.seen(layer),
-            *([] if rows.trees is None else [rows.trees]),
-        )
+            return native.attend(q, *pools, rows.tables, rows.lengths, *self.seen(layer), rows.trees)
+        its = rows.tables, rows.starts, rows.lengths, 1, rows.most
+        return paged_decode(q, *pools, *its, *self.seen(layer), rows.trees)
 
     def chunks(self, layer: int, q, rows: "Rows"):
         pools = self.k[layer], self.v[layer]
