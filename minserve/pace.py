@@ -28,7 +28,7 @@ class Pace:
     def __init__(self, expected: float = 0.7):
         self.expected = expected  # of a request that is not known yet
         self.step: dict[int, float] = {}  # tokens -> seconds
-        self.draft = 0.0  # seconds for one more token of every draft
+        self.draft = 0.0  # seconds for one more token of every draft, or for all of them
         self.right: dict[int, tuple[float, float]] = {}  # request id -> kept, tried: recent ones count more
         self.turns = 0
 
@@ -43,8 +43,14 @@ class Pace:
         kept, tried = self.right.get(request.id, (0.0, 0.0))
         return (kept + self.expected) / (tried + 1)
 
-    def choose(self, requests: list[Request], limits: list[int], gains=None) -> list[int]:
-        """How many tokens to draft for each of these decoding requests, at most limits[i]."""
+    def choose(
+        self, requests: list[Request], limits: list[int], gains=None, serial: bool = True
+    ) -> list[int]:
+        """How many tokens to draft for each of these decoding requests, at most limits[i].
+
+        gains   of a tree: how often each token is kept on other texts. None: a chain
+        serial  each token of a chain costs `draft`; else that is the price of the whole draft
+        """
         self.turns += 1
         most, B = max(limits, default=0), len(requests)
         if not most:
@@ -58,7 +64,7 @@ class Pace:
         order = np.argsort(-chances, axis=None, kind="stable")  # within a request the order of the draft
         order = order[chances.flat[order] > 0]
         kept = np.concatenate([[0.0], chances.flat[order].cumsum()])
-        deep = np.concatenate([[0], np.maximum.accumulate(order % most + 1)])
+        deep = np.concatenate([[0], np.maximum.accumulate(order % most + 1 if serial else order * 0 + 1)])
         cost = self.seconds(B + np.arange(len(kept)))
         if self.turns % self.LOOK_AGAIN == 0:
             cost = cost[:1]

@@ -24,6 +24,7 @@ Story    notebooks/11_speculative_decoding.ipynb, notebooks/12_medusa_and_self_s
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ class Drafter:
     name = "drafter"
     k = 4  # the most tokens it proposes for one request in one step
     branches = False  # are they a tree?
+    serial = False  # does each of them take another step of a model?
     wants_hidden = False  # does observe() want the model's states?
     typical = None  # (epsilon, delta): see medusa.py
     gains: list[float] | None = None  # of a tree: how often each of its tokens is kept, on other texts
@@ -116,7 +118,7 @@ class Speculation:
         decoding = [r for r in running if len(r.tokens) - r.computed == 1]
         limits = [self.limit(r) if self.on else 0 for r in decoding]
         if self.adaptive and self.on:
-            limits = self.pace.choose(decoding, limits, self.drafter.gains)
+            limits = self.pace.choose(decoding, limits, self.drafter.gains, self.drafter.serial)
         for request, limit in zip(decoding, limits):
             request.ahead = limit
         if len(self.pace.right) > 4 * len(running) + 64:
@@ -130,29 +132,37 @@ class Speculation:
         return max(0, limit)
 
     def propose(self, plan):
-        """The plan with drafts. A drafter that fails is not asked again, and everything goes on without it."""
-        start = time.perf_counter()
-        if self.on:
-            try:
-                self.engine.cache.copy(self.engine.pages.copies)
-                self.drafter.copy(self.engine.pages.copies)
-                self._ask(plan)
-            except Exception as error:
-                self.on = False
-                for request, _ in plan:
-                    request.draft = None
-                warnings.warn(
-                    f"the drafter {self.drafter.name!r} failed ({type(error).__name__}: {error}); "
-                    f"the engine goes on without speculation",
-                    stacklevel=2,
-                )
+        """The plan with drafts."""
+        start, copies = time.perf_counter(), self.engine.pages.copies
+        self.engine.cache.copy(copies)  # a drafter may write behind them: they cannot wait for the step
+        with self._doubted():
+            self.drafter.copy(copies)
+            self._ask(plan)
+        if not self.on:
+            for request, _ in plan:
+                request.draft = None
         self._packing = time.perf_counter()
         if deepest := max((len(r.draft.tokens) for r, _ in plan if r.draft), default=0):
-            spent = (self._packing - start) / (1 if self.drafter.branches else deepest)
+            spent = (self._packing - start) / (deepest if self.drafter.serial else 1)
             self.pace.draft = 0.9 * self.pace.draft + 0.1 * spent if self.pace.draft else spent
         return [(r, n - r.granted + (len(r.draft.tokens) if r.draft else 0)) for r, n in plan]
 
+    @contextmanager
+    def _doubted(self):
+        """For calls of the drafter. One that fails is not asked again: everything goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            self.on = False
+            warnings.warn(
+                f"the drafter {self.drafter.name!r} failed ({type(error).__name__}: {error}); "
+                f"the engine goes on without speculation",
+                stacklevel=4,
+            )
+
     def _ask(self, plan) -> None:
+        if not self.on:
+            return
         vocab = self.engine.model.config.vocab_size
         for (request, _), draft in zip(plan, self.drafter.propose(plan), strict=True):
             request.draft = draft.cut(request.granted) if draft else None
@@ -163,8 +173,9 @@ class Speculation:
 
     def judge(self, batch: Batch, logits, drawn, states) -> tuple[list[list[int]], list | None, list[int]]:
         """Of each request of batch.paid: new tokens, their logprobs if asked for. Of all of batch.plan: drafts kept."""
-        sampler = self.engine.sampler
-        places = Places(batch)
+        sampler, places = self.engine.sampler, Places(batch)
+        if not batch.paid:
+            return [], None, [0] * len(batch.plan)
         if places.drafts and places.drafts.chances:
             drawn = None  # a recorded step drew from p alone
         tokens = sampler.draw(logits, batch.seats, batch.made, drawn, places.drafts)
@@ -184,7 +195,8 @@ class Speculation:
             ends = np.cumsum([len(path) for path in paths])
             logprobs = [logprobs[end - len(path) : end] for end, path in zip(ends, paths)]
         if self.drafter.wants_hidden and self.on:
-            self.drafter.observe(places.requests, states[[path[-1] for path in paths]])
+            with self._doubted():
+                self.drafter.observe(places.requests, states[[path[-1] for path in paths]])
         kept = dict(zip(batch.paid, (len(path) - 1 for path in paths)))
         self._learn(batch, kept)
         return made, logprobs, [kept.get(b, 0) for b in range(len(batch.plan))]
@@ -199,9 +211,9 @@ class Speculation:
             x = self.engine.sampler.adjusted(logits[above], seats, batch.made[above], before)
             temperature = [places.owner[p].params.temperature for p in nodes]
             ids = [places.ids[p] for p in nodes]
-            accepted[nodes] = self.drafter.accepts(
-                x, *(torch.tensor(a, device=x.device) for a in (temperature, ids))
-            )
+            with self._doubted():
+                its = (torch.tensor(a, device=x.device) for a in (temperature, ids))
+                accepted[nodes] = self.drafter.accepts(x, *its)
         return accepted
 
     def _clean_up(self, batch, places, paths, made) -> None:
