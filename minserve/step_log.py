@@ -19,6 +19,11 @@ class Row(NamedTuple):
     drafted: int = 0  # of num_tokens, those that were only proposed ...
     kept: int = 0  # ... and how many of these it got besides its token
 
+    @property
+    def decodes(self) -> bool:
+        """One token and its draft, and a draw after each. (A prompt's last token, computed alone, is the same work.)"""
+        return self.sampled and self.num_tokens == 1 + self.drafted
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -85,8 +90,9 @@ def _events(record: StepRecord, us):
         yield dict(span, name=phase, args={"step": record.step})
         begin += seconds
     for row in record.rows:
-        kind = "decode" if row.num_tokens == 1 and row.sampled else "prefill"
+        kind = "decode" if row.decodes else "prefill"
         args = dict(step=record.step, tokens=row.num_tokens, computed=row.computed)
+        args |= dict(drafted=row.drafted, kept=row.kept) if row.drafted else {}
         yield dict(name=kind, ph="X", ts=start, dur=record.total * 1e6, pid=1, tid=row.request, args=args)
     for request, reason in record.finished.items():
         yield dict(name=reason, ph="i", s="t", ts=us(begin), pid=1, tid=request)

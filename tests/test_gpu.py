@@ -283,6 +283,10 @@ def test_a_schedules_roofline_is_that_of_its_steps(machine):
     assert both == pytest.approx(once + whole)
     silent = offline.roofline_seconds(config, machine, [record(LogRow(0, 101, 0, False))], 2)
     assert silent < whole if machine.flops == 1e9 else silent == whole, "no logits where nothing is drawn"
+    drafted = offline.roofline_seconds(config, machine, [record(LogRow(0, 4, 99, True, drafted=3))], 2)
+    alike = record(*[LogRow(0, 1, 99, True)] * (4 if machine.flops == 1e9 else 1))
+    verified = offline.roofline_seconds(config, machine, [alike], 2)
+    assert drafted == pytest.approx(verified, rel=1e-2), "logits for every place, keys and values once"
 
 
 def test_waiting_is_what_no_span_covers():

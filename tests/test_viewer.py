@@ -137,6 +137,28 @@ def test_the_slider_needs_neither_widgets_nor_a_front_end(monkeypatch, capsys):
     assert "draw_step(log, i)" in capsys.readouterr().out
 
 
+def check_decodes(module, log, tmp_path):
+    """A verified draft is decoding, however many tokens that computes; a piece of a prompt is not."""
+    row = module.Row
+    assert row(1, 1, 9, True).decodes and row(1, 4, 9, True, drafted=3, kept=1).decodes
+    assert not any(row(1, *its).decodes for its in [(1, 4, False), (4, 9, True), (4, 9, False)])
+
+
+def check_draft(module, log, tmp_path):
+    rows = [Row(1, 4, 9, True, drafted=3, kept=2), Row(4, 6, 4, True)]
+    figure = module.draw_step([replace(BY_HAND, rows=rows)], 0)
+    assert "(1 decode, 1 prefill," in figure.get_suptitle()
+    assert [text.get_text() for text in figure.axes[1].texts] == [
+        "decode, position 9, 2 of 3 drafts kept",
+        "prefill 6, draws",
+    ]
+
+
+def test_a_verified_draft_is_decoding(log, tmp_path):
+    check_decodes(step_log, log, tmp_path)
+    check_draft(viewer, log, tmp_path)
+
+
 # ---------------------------------------------------------------- the whole run
 def check_timeline(module, log, tmp_path):
     tokens, waited = Counter(), Counter(r for record in log for r in record.waiting)
@@ -218,6 +240,11 @@ def check_trace(module, log, tmp_path):
         rows = {(e["tid"], e["args"]["tokens"]) for e in spans if e["args"]["step"] == record.step}
         assert rows == {(row.request, row.num_tokens) for row in record.rows}
     assert len(spans) == sum(len(record.rows) for record in log)
+    assert not any("drafted" in e["args"] for e in spans)
+    row, path = module.Row(1, 4, 9, True, drafted=3, kept=2), tmp_path / "draft.json"
+    module.chrome_trace([replace(BY_HAND, rows=[row])], path)
+    (span,) = (e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 1)
+    assert span["name"] == "decode" and (span["args"]["drafted"], span["args"]["kept"]) == (3, 2)
     assert {e["tid"] for e in spans} == {row.request for record in log for row in record.rows}
     for track in {e["tid"] for e in spans}:  # a viewer nests what overlaps: nothing may
         own = sorted((e["ts"], e["dur"]) for e in spans if e["tid"] == track)
@@ -251,7 +278,15 @@ WRONG = [
     (check_step, viewer, '"draws" if row.sampled', '"draws" if not row.sampled'),
     (check_timeline, timeline, "found[-1].kind == kind != ", "found[-1].kind == kind or kind == "),
     (check_timeline, timeline, "and found[-1].last == i - 1", ""),
-    (check_timeline, timeline, "row.num_tokens == 1 and row.sampled", "row.num_tokens == 1"),
+    (check_decodes, step_log, "self.sampled and self", "self"),
+    (check_decodes, step_log, "== 1 + self.drafted", "== 1"),
+    (check_decodes, step_log, "== 1 + self.drafted", ">= 1"),
+    (check_draft, viewer, "{row.kept} of {row.drafted}", "{row.drafted} of {row.kept}"),
+    (check_draft, viewer, "if row.drafted else", "if False else"),
+    (check_timeline, timeline, "return row.decodes", "return row.num_tokens == 1"),
+    (check_trace, step_log, "if row.drafted else {}", "if True else {}"),
+    (check_trace, step_log, "drafted=row.drafted", "drafted=row.kept"),
+    (check_trace, step_log, '"decode" if row.decodes', '"decode" if row.num_tokens == 1'),
     (check_timeline, timeline, "last=i, num_tokens", "last=i - 1, num_tokens"),
     (check_timeline, timeline, "if request in record.preempted:", "if request in record.waiting:"),
     (check_timeline, timeline, "begin + record.total", "begin"),

@@ -103,6 +103,6 @@ def roofline_seconds(config, machine: Machine, log: list, itemsize: int) -> floa
             nbytes += kv_bytes(config, row.computed + row.num_tokens, itemsize)
             middle = row.computed + (row.num_tokens + 1) // 2  # keys the row's queries see, on average
             flops += row.num_tokens * (flops_per_token(config) + attention_flops(config, middle))
-            flops -= (row.num_tokens - row.sampled) * head
+            flops -= (row.num_tokens - row.sampled * (1 + row.drafted)) * head
         total += machine.seconds(nbytes, flops)
     return total

@@ -5,10 +5,10 @@
     panels({title: log, ...})         several runs, one below the other, on one scale
 
     dotted line   waiting                        hatched box   a piece of its prompt
-    solid bar     decoding, a token per step     x             gave its pages back (preempted)
+    solid bar     decoding, step after step      x             gave its pages back (preempted)
     nothing       it runs, but got no token      |             ended
 
-Over seconds, white lines cut the solid bars: one piece is one token.
+Over seconds, white lines cut the solid bars: one piece is one step, so one token; with a draft, maybe several.
 
 Story    notebooks/07_continuous_batching.ipynb
 """
@@ -35,8 +35,7 @@ class Span(NamedTuple):
 
 
 def is_decode(row) -> bool:
-    """One token, and a draw after it. (The last token of a prompt, computed alone, is the same work.)"""
-    return row.num_tokens == 1 and row.sampled
+    return row.decodes
 
 
 def spans(log: Sequence[StepRecord], request: int) -> list[Span]:

@@ -116,7 +116,8 @@ def batch(ax, record: StepRecord) -> None:
 
 def describe(row) -> str:
     if is_decode(row):
-        return f"decode, position {row.computed}"
+        kept = f", {row.kept} of {row.drafted} drafts kept" if row.drafted else ""
+        return f"decode, position {row.computed}{kept}"
     end = "draws" if row.sampled else "no draw yet"
     return f"prefill {row.num_tokens}, {end}"
 
