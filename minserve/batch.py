@@ -67,7 +67,6 @@ class Packer:
     def __init__(self, seats: int, context: int, page_size: int, device="cpu"):
         """`context`: the most tokens of one request, prompt and answer."""
         self.page_size, self.device = page_size, torch.device(device)
-        self.fresh: list[Request] = []  # who took a seat since the last pack()
         self.tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=device)
         self.tables = torch.zeros(seats, -(-context // page_size), dtype=torch.int32, device=device)
 
@@ -77,7 +76,7 @@ class Packer:
             plan = sorted(plan, key=_is_chunk)  # single tokens and drafts first; otherwise as planned
             counts = [n for _, n in plan]
         requests = [r for r, _ in plan]
-        self._write_tables(requests)
+        fresh = self._write_tables(requests)
         # attrgetter and fromiter: the loops over rows run in C
         computed = np.fromiter(map(_computed, requests), np.int32, len(plan))
         known = np.fromiter(map(len, map(_tokens, requests)), np.int32, len(plan))
@@ -85,22 +84,7 @@ class Packer:
         if any(r.draft for r in requests):
             self._write_drafts(requests)
             requests, computed, counts, owned = _spread(plan, computed, counts, paid)
-        fresh, self.fresh = (
-            [r for r in self.fresh if r.seat is not None],
-            [],
-        )  # without those of a failed step
         return self._batch(plan, fresh, paid, requests, computed, counts, owned)
-
-    def rows(self, requests: list[Request], starts: list[int], counts: list[int]) -> Batch:
-        """Tokens starts[i] .. starts[i] + counts[i] - 1 of each of these, as their seats hold them: for who drafts."""
-        self._write_tables(requests)
-        work = sorted(zip(requests, starts, counts), key=lambda its: its[2] != 1)
-        requests, starts, counts = (list(column) for column in zip(*work))
-        all_of_them = np.arange(len(work))
-        computed = np.array(starts, np.int32)
-        return self._batch(
-            list(zip(requests, counts)), [], all_of_them, requests, computed, counts, all_of_them
-        )
 
     def _batch(self, plan, fresh, paid, owners, computed, counts, owned) -> Batch:
         """Rows of these owners: tokens from `computed` on [B], logits for the rows `owned`."""
@@ -149,15 +133,15 @@ class Packer:
         known = tokens.int().clamp(min=0)  # -1 is no token: its request fails, maybe one step later
         self.tokens[batch.seats, batch.positions[batch.last] + 1] = known
 
-    def _write_tables(self, requests: list[Request]) -> None:
+    def _write_tables(self, requests: list[Request]) -> list[Request]:
         """Bring seats up to date: all of a request that is new here, else what its page table gained."""
-        rows, columns, pages = [], [], []
+        fresh, rows, columns, pages = [], [], [], []
         dirty_from, ends = map(_dirty, requests), map(len, map(_pages, requests))
         for request, dirty, end in zip(requests, dirty_from, ends):
             if dirty == end:
                 continue
             if dirty == 0:
-                self.fresh.append(request)
+                fresh.append(request)
                 tokens = torch.tensor(request.tokens, dtype=torch.int32)
                 self.tokens[request.seat, : len(tokens)] = to_device(tokens, self.device)
             rows += [request.seat] * (end - dirty)
@@ -169,6 +153,7 @@ class Packer:
         elif pages:
             at = to_device(torch.tensor([rows, columns, pages]), self.device)
             self.tables[at[0], at[1]] = at[2].int()
+        return fresh
 
 
 def to_device(host, device: torch.device):
