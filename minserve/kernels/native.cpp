@@ -415,6 +415,7 @@ static void rope_and_write(const E* qkv, const float* turns, const int64_t* posi
 
 // ---------------------------------------------------------------- attention of one query per row over its pages
 constexpr int TILE = 128, MOST_D = 512;  // positions whose scores are held at once; channels of a head
+constexpr int NEAR = 63;                 // positions about which a tree has a bit
 
 // A head's channels in vectors: f(place in a padded array, channel, channels left). Where they lie in two halves, each
 // half is padded.
@@ -518,11 +519,12 @@ static void attend_heads(const E* query, Past& past, int64_t count, int64_t D, E
 }
 
 // A query stands at the last of its row's `lengths[b]` positions. Of those it sees the first `sinks` and the last
-// `window`. past_of(b, g, at) is what key head g of row b has, where at(i) is the i-th position that is seen; `bytes`
-// what a position has there.
+// `window`; or, of the last 63, those whose bits in trees[b] are set, bit 0 its own, and all before them.
+// past_of(b, g, at) is what key head g of row b has, where at(i) is the i-th position that is seen; `bytes` what a
+// position has there.
 template <class E, class PastOf>
-static void attend_rows(const E* q, const int32_t* lengths, E* out, int64_t B, int64_t H, int64_t G, int64_t D,
-                        int64_t window, int64_t sinks, int64_t bytes, const PastOf& past_of) {
+static void attend_rows(const E* q, const int32_t* lengths, const int64_t* trees, E* out, int64_t B, int64_t H, int64_t G,
+                        int64_t D, int64_t window, int64_t sinks, int64_t bytes, const PastOf& past_of) {
     int64_t all = 0, group = H / G;
     for (int64_t b = 0; b < B; b++) all += lengths[b];
     int64_t together = B < 4 * threads ? 1 : G;                                // heads of one row lie side by side
@@ -530,11 +532,19 @@ static void attend_rows(const E* q, const int32_t* lengths, E* out, int64_t B, i
     for (int64_t item = 0; item < B * G; item++) {
         int64_t b = item / G, g = item % G, length = lengths[b];
         int64_t oldest = std::max<int64_t>(0, length - window), kept = std::min(sinks, oldest);
-        auto past = past_of(b, g, [=](int64_t i) { return i < kept ? i : oldest + i - kept; });
+        int64_t count = kept + length - oldest, near[NEAR], *listed = nullptr;
+        if (trees) {
+            kept = count = std::max<int64_t>(0, length - NEAR), listed = near;
+            for (int64_t p = kept; p < length; p++)
+                if (trees[b] >> (length - 1 - p) & 1) near[count++ - kept] = p;
+        }
+        auto past = past_of(b, g, [=](int64_t i) {
+            return i < kept ? i : listed ? listed[i - kept] : oldest + i - kept;
+        });
         for (int64_t h = 0; h < group;) {                                      // four heads share each read
             const E* from = q + (b * H + g * group + h) * D;
             E* to = out + (b * H + g * group + h) * D;
-            int64_t count = kept + length - oldest, heads = std::min<int64_t>(4, group - h);
+            int64_t heads = std::min<int64_t>(4, group - h);
             if (count <= 0) memset(to, 0, heads * D * sizeof(E));
             else if (heads == 4) attend_heads<4>(from, past, count, D, to);
             else if (heads == 3) attend_heads<3>(from, past, count, D, to);
@@ -547,11 +557,12 @@ static void attend_rows(const E* q, const int32_t* lengths, E* out, int64_t B, i
 
 // Only the pages of positions that are seen are looked up: the rest of the table may hold anything.
 template <class E>
-static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t* tables, const int32_t* lengths, E* out,
-                   int64_t B, int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride, int64_t k_page,
-                   int64_t k_slot, int64_t v_page, int64_t v_slot, int64_t window, int64_t sinks) {
+static void attend(const E* q, const E* k_cache, const E* v_cache, const int32_t* tables, const int32_t* lengths,
+                   const int64_t* trees, E* out, int64_t B, int64_t H, int64_t G, int64_t D, int64_t S,
+                   int64_t table_stride, int64_t k_page, int64_t k_slot, int64_t v_page, int64_t v_slot, int64_t window,
+                   int64_t sinks) {
     int64_t shift = __builtin_ctzll(S);                                        // S is a power of two
-    attend_rows(q, lengths, out, B, H, G, D, window, sinks, 2 * D * sizeof(E), [=](int64_t b, int64_t g, auto at) {
+    attend_rows(q, lengths, trees, out, B, H, G, D, window, sinks, 2 * D * sizeof(E), [=](int64_t b, int64_t g, auto at) {
         auto find = [=](int64_t i, const E*& key, const E*& value) {
             int64_t p = at(i), page = tables[b * table_stride + (p >> shift)], slot = p & (S - 1);
             key = k_cache + page * k_page + slot * k_slot + g * D;

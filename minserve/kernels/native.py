@@ -10,7 +10,7 @@ Shapes
     linear          x [T, K], weight [N, K], bias [N] or None      -> [T, N]     made for few rows: see fused.Linear
     rope_and_write  see kernels/rope_and_write.py                  -> [T, H, D]
     attend          q [B, H, D], caches [P, S, G, D], tables [B, M] int32, lengths [B] int32 -> [B, H, D]
-                    kernels/paged_attention.py with one query per row, at the last of its positions
+                    kernels/paged_attention.py with one query per row, at the last of its positions; also `trees`
     silu_mul        x [T, 2I], the gates before what they gate     -> [T, I]
     best            logits [T, V]                                  -> [T] int64: first of the largest, -1: not finite
 
@@ -33,6 +33,7 @@ import torch
 from minserve.kernels import check_match, check_packed, native_kv, native_quant
 from minserve.kernels.native_build import Unavailable, library
 from minserve.kernels.native_kv import check_queries
+from minserve.kernels.paged_check import check_trees
 from minserve.kernels.rms_norm import _check as check_norm
 from minserve.kernels.rope_and_write import _check as check_rope_and_write
 
@@ -43,7 +44,7 @@ SIGNATURES = {  # p: pointer, i: int64, f: float
     "silu_mul": "ppiii",
     "linear": "ppppiii",
     "rope_and_write": "pppppppppiiiiiiif",
-    "attend": "ppppppiiiiiiiiiiii",
+    "attend": "pppppppiiiiiiiiiiii",
     "best": "ppiii",
     **native_quant.SIGNATURES,
     **native_kv.SIGNATURES,
@@ -169,14 +170,18 @@ class Native(native_quant.WeightOps, native_kv.KVOps):
         self._call("rope_and_write", tensors, T, H, G, D, *strides, eps)
         return q
 
-    def attend(self, q, k_cache, v_cache, tables, lengths, window: int | None = None, sinks: int = 0):
+    def attend(
+        self, q, k_cache, v_cache, tables, lengths, window: int | None = None, sinks: int = 0, trees=None
+    ):
         D, (P, S, G, _) = q.shape[2], k_cache.shape
         check_packed("attend", 2, k_cache=k_cache, v_cache=v_cache)
         check_match("attend", q.dtype, k_cache=(k_cache, (P, S, G, D)), v_cache=(v_cache, (P, S, G, D)))
+        check_trees("attend", q, trees, window)
         *plan, window, sinks = check_queries("attend", q, S, G, tables, lengths, window, sinks)
         out = torch.empty(q.shape, dtype=q.dtype)
         strides = *k_cache.stride()[:2], *v_cache.stride()[:2]
-        self._call("attend", (q, k_cache, v_cache, tables, lengths, out), *plan, *strides, window, sinks)
+        tensors = q, k_cache, v_cache, tables, lengths, trees, out
+        self._call("attend", tensors, *plan, *strides, window, sinks)
         return out
 
     def best(self, logits):

@@ -83,11 +83,11 @@ template <class Find> struct Scaled : Rows<int8_t, Find> {
 
 template <class E>
 static void attend_scaled(const E* q, const int8_t* k_cache, const int8_t* v_cache, const float* k_scales,
-                          const float* v_scales, const int32_t* tables, const int32_t* lengths, E* out, int64_t B,
-                          int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride, int64_t window,
-                          int64_t sinks) {
+                          const float* v_scales, const int32_t* tables, const int32_t* lengths, const int64_t* trees,
+                          E* out, int64_t B, int64_t H, int64_t G, int64_t D, int64_t S, int64_t table_stride,
+                          int64_t window, int64_t sinks) {
     int64_t shift = __builtin_ctzll(S);
-    attend_rows(q, lengths, out, B, H, G, D, window, sinks, 2 * (D + 4), [=](int64_t b, int64_t g, auto at) {
+    attend_rows(q, lengths, trees, out, B, H, G, D, window, sinks, 2 * (D + 4), [=](int64_t b, int64_t g, auto at) {
         const int32_t* table = tables + b * table_stride;
         auto find = [=](int64_t i, const int8_t*& key, const int8_t*& value, float& k_scale, float& v_scale) {
             int64_t p = at(i), page = table[p >> shift], row = (page * S + (p & (S - 1))) * G + g;
@@ -259,7 +259,7 @@ static void attend_int4(const E* q, const uint8_t* k4, const uint8_t* v4, const 
                         const int32_t* tables, const int32_t* lengths, E* out, int64_t B, int64_t H, int64_t G, int64_t D,
                         int64_t S, int64_t table_stride, int64_t window, int64_t sinks) {
     int64_t shift = __builtin_ctzll(S), half = D / 2;
-    attend_rows(q, lengths, out, B, H, G, D, window, sinks, D, [=](int64_t b, int64_t g, auto at) {
+    attend_rows(q, lengths, nullptr, out, B, H, G, D, window, sinks, D, [=](int64_t b, int64_t g, auto at) {
         const int32_t* table = tables + b * table_stride;
         int64_t first = (lengths[b] - 1) & -S;                                 // of the page that the query stands in
         auto find = [=](int64_t i, const uint8_t*& key, const uint8_t*& value, const uint16_t*& range, uint32_t& pair) {

@@ -5,7 +5,8 @@ Shapes
     seal              fresh tokens [Z, G, D] into 4-bit pages: as kernels/kv_quantize.py
     attend_scaled     q [B, H, D], caches [P, S, G, D] int8, scales [P, S, G], tables [B, M] int32, lengths [B] int32
     attend_int4       the same over 4-bit pages, and home [B] int64: where a row's own page lies among the fresh tokens
-                      both -> [B, H, D]: kernels/quantized_attention.py with one query per row, at its last position
+                      both -> [B, H, D]: kernels/quantized_attention.py with one query per row, at its last position;
+                      attend_scaled also with `trees`
 
 Keys, values and queries are float32 or bfloat16. Numbers stay as small as they are stored until they are in a
 register, so a cache of half the bytes takes at most half the time to read.
@@ -15,11 +16,12 @@ Story       notebooks/10_smaller_kv_cache.ipynb
 import torch
 
 from minserve.kernels import check_match, check_packed
+from minserve.kernels.paged_check import check_trees
 from minserve.kernels.quantized_check import check_scaled, check_sealed, check_write
 
 SIGNATURES = {  # as in native.py
     "kv_write_scaled": "pppppppiiiii",
-    "attend_scaled": "ppppppppiiiiiiii",
+    "attend_scaled": "pppppppppiiiiiiii",
     "seal": "ppppppppiiiii",
     "attend_int4": "pppppppppppiiiiiiii",
 }
@@ -37,14 +39,16 @@ class KVOps:
         self._call("kv_write_scaled", tensors, *k.shape, k.stride(0), v.stride(0))
 
     def attend_scaled(
-        self, q, k_cache, v_cache, k_scales, v_scales, tables, lengths, window: int | None = None, sinks: int = 0,
+        self, q, k_cache, v_cache, k_scales, v_scales, tables, lengths,
+        window: int | None = None, sinks: int = 0, trees=None,
     ):  # fmt: skip
         who, (_, S, G, _) = "attend_scaled", k_cache.shape
         check_scaled(who, k_cache, v_cache, k_scales, v_scales)
         check_match(who, torch.int8, k_cache=(k_cache, (len(k_cache), S, G, q.shape[2])))
+        check_trees(who, q, trees, window)
         plan = check_queries(who, q, S, G, tables, lengths, window, sinks)
         out = torch.empty(q.shape, dtype=q.dtype)
-        self._call(who, (q, k_cache, v_cache, k_scales, v_scales, tables, lengths, out), *plan)
+        self._call(who, (q, k_cache, v_cache, k_scales, v_scales, tables, lengths, trees, out), *plan)
         return out
 
     def seal(self, fresh_k, fresh_v, starts, pages, k4, v4, k_affine, v_affine) -> None:

@@ -8,6 +8,10 @@ in the cache: query i of n stands at p = lengths[b] - n + i and sees j <= p; wit
 positions, itself included) and j < sinks. Whatever no query of the row sees is never read: behind a window
 the table may be stale, past the length it may hold anything.
 
+With `trees` a query sees every j <= p - 63, and of the 63 last positions, its own the first of them, those whose bit
+is set: bit p - j of trees[t]. So the nodes of a tree of drafts lie one after another in the cache, and each sees its
+ancestors but no siblings. -1 is the plain rule. A position that no query of the row sees is, here too, never read.
+
 Shapes
     q         [T, H, D]        the queries of all rows, one after another; tokens may be strided
     k_cache   [P, S, G, D]     P pages of S slots (a power of two), G key/value heads, H % G == 0. Pages and
@@ -18,6 +22,7 @@ Shapes
     max_queries                at least the most queries of a row: here up to 16, one step of decode or the
                                drafts it verifies; `paged_prefill` takes any number
     max_length                 at least the longest length: it decides the splits without asking the GPU
+    trees     [T] int64        or None; not beside a window
     returns   [T, H, D]        queries past starts_q[B] are padding: what they get is undefined
 
 How      As in decode_attention: one program serves the whole group, and each row is cut into splits that a second
@@ -48,13 +53,16 @@ from minserve.kernels.prefill_attention import prefill_attention_reference
 
 MOST_QUERIES = 16  # of a row in one step of decode
 MOST_ROWS = 64  # queries x heads of the group in one tile; more of them are several programs
+NEAR = 63  # positions about which a tree has a bit
 
 
 # ---------------------------------------------------------------- the definition
 def paged_attention_reference(
-    q, k_cache, v_cache, pages, starts_q, lengths, window: int | None = None, sinks: int = 0
+    q, k_cache, v_cache, pages, starts_q, lengths, window: int | None = None, sinks: int = 0, trees=None
 ):
     """Copy what each row sees out of its pages, in order of position, and attend to that."""
+    if trees is not None:
+        return _tree_reference(q, k_cache, v_cache, pages, starts_q, lengths, trees)
     S = k_cache.shape[1]
     queries = starts_q[1:] - starts_q[:-1]  # [B]
     lengths = lengths * (queries > 0)  # a row without queries sees nothing
@@ -72,6 +80,20 @@ def paged_attention_reference(
     return prefill_attention_reference(
         q, torch.cat(k), torch.cat(v), starts_q, starts_k, most, window, sinks
     )  # fmt: skip
+
+
+def _tree_reference(q, k_cache, v_cache, pages, starts_q, lengths, trees):
+    """Every query by itself: what it sees, copied as if that were all there is."""
+    out, S, at = torch.zeros_like(q), k_cache.shape[1], starts_q.tolist()
+    for b, n in enumerate(lengths.tolist()):
+        for t in range(at[b], at[b + 1]):
+            j = torch.arange(n - at[b + 1] + t + 1, device=q.device)
+            back = j.flip(0)  # how far before the query
+            j = j[(back >= NEAR) | (trees[t] >> back.clamp(max=NEAR) & 1 == 1)]
+            k, v = (cache[pages[b, j // S].long(), j % S] for cache in (k_cache, v_cache))
+            one, seen = (torch.tensor([0, m], dtype=torch.int32, device=q.device) for m in (1, len(j)))
+            out[t] = prefill_attention_reference(q[t : t + 1], k, v, one, seen, 1)[0]
+    return out
 
 
 # ---------------------------------------------------------------- the kernels

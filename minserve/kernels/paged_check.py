@@ -53,6 +53,28 @@ def check_plan(
         _check_values(who, T, P, S, pages, starts_q, lengths, max_queries, max_length, window, sinks)
 
 
+def check_trees(who, q, trees, window) -> None:
+    """A word per query; beside a window it would have no meaning, as positions are no longer those of the text."""
+    if trees is None:
+        return
+    shape, device = q.shape[:1], q.device
+    if (
+        trees.shape != shape
+        or trees.dtype != torch.int64
+        or trees.device != device
+        or not trees.is_contiguous()
+    ):
+        raise ValueError(
+            f"{who}: trees is {list(trees.shape)} {trees.dtype} on {trees.device}; it must be {list(shape)} "
+            f"torch.int64 on {device}, contiguous: a word of 63 bits for each query"
+        )
+    if window is not None:
+        raise ValueError(
+            f"{who}: trees with a window of {window} positions, and slots of a tree are not in order of position; "
+            f"draft chains there (trees=None)"
+        )
+
+
 def _check_values(who, T, P, S, pages, starts_q, lengths, max_queries, max_length, window, sinks):
     queries = starts_q[1:] - starts_q[:-1]  # [B]
     if int(starts_q[0]) < 0 or int(starts_q[-1]) > T or int(queries.min()) < 0:

@@ -41,7 +41,8 @@ from minserve.kernels.quantized_tiles import attend_fresh_tile, attend_stored_ti
 
 # ---------------------------------------------------------------- the definitions
 def scaled_attention_reference(
-    q, k_cache, v_cache, k_scales, v_scales, pages, starts_q, lengths, window: int | None = None, sinks: int = 0
+    q, k_cache, v_cache, k_scales, v_scales, pages, starts_q, lengths,
+    window: int | None = None, sinks: int = 0, trees=None,
 ):  # fmt: skip
     """Dequantise all that the tables name, as a cache of B * M pages in order, and attend to that."""
     (B, M), P = pages.shape, len(k_cache)
@@ -49,7 +50,7 @@ def scaled_attention_reference(
     caches = ((k_cache, k_scales), (v_cache, v_scales))
     k, v = (dequantize_rows(x.view(torch.uint8)[near].view(x.dtype), s[near]) for x, s in caches)
     table = torch.arange(B * M, dtype=torch.int32, device=pages.device).view(B, M)
-    return paged_attention_reference(q, k, v, table, starts_q, lengths, window, sinks)
+    return paged_attention_reference(q, k, v, table, starts_q, lengths, window, sinks, trees)
 
 
 def int4_attention_reference(

@@ -208,6 +208,34 @@ def check_attend(ops, lengths, H=6, G=2, D=32, S=16, dtype=FP32, window=None, si
         close(got, expected)
 
 
+def some_trees(lengths, seed=0):
+    """A word of a tree per row, in which bits are set and not; the last bit, which means nothing, too."""
+    words = torch.randint(-(2**63), 2**63 - 1, (len(lengths),), generator=torch.Generator().manual_seed(seed))
+    words[-1] = 0  # not even itself
+    return moat_int(words)
+
+
+def poison_unseen(cache, tables, lengths, trees):
+    """Positions that a row's tree hides hold NaN: in all of the cache's parts, [P, S, ...] each."""
+    S = cache[0].shape[1]
+    for b, n in enumerate(lengths.tolist()):
+        for back in range(min(63, n)):
+            if not int(trees[b]) >> back & 1:
+                page, slot = divmod(n - 1 - back, S)
+                for part in cache:
+                    part[tables[b, page], slot] = NAN
+
+
+def check_trees(ops, lengths, H=6, G=2, D=32, S=16, dtype=FP32):
+    q, k, v, tables, lengths = case = paged_case(lengths, H, G, D, S, dtype)
+    same(run(ops, "attend", *case, None, 0, moat_int(torch.full((len(q),), -1))), ops.attend(*case))
+    trees, starts = some_trees(lengths, seed=S), torch.arange(len(q) + 1, dtype=torch.int32)
+    poison_unseen((k, v), tables, lengths, trees)
+    expected = paged_attention_reference(q, k, v, tables, starts, lengths, trees=trees)
+    assert expected.isfinite().all()
+    close(run(ops, "attend", *case, None, 0, trees), expected)
+
+
 def check_not_finite(ops):
     q, k, v, tables, lengths = paged_case([20, 300], 2, 1, 16, 16, FP32)
     v[tables[0, 0].item(), 3] = NAN
@@ -316,6 +344,26 @@ def test_attend(ops, dtype, H, G, D):
         check_attend(ops, [1, 0, 21, 130], H, G, D, S, dtype, window, sinks)
     for size in (5.0, 200.0):  # several tiles; one weight nearly 1
         check_attend(ops, [700, 3, 128, 129], H, G, D, 16, dtype, size=size)
+
+
+@needs_native
+@dtypes
+@pytest.mark.parametrize("H, G, D", HEADS)
+def test_trees(ops, dtype, H, G, D):
+    for S in (1, 16, 64):
+        check_trees(ops, [1, 0, 62, 63, 64, 65, 300, 20], H, G, D, S, dtype)
+
+
+@needs_native
+def test_a_recorded_tree_is_read_again(ops):
+    """The words of the next step lie where those of the last one lay."""
+    case, trees = paged_case([70, 9], 6, 2, 32, 16, FP32), torch.full((2,), -1)
+    with ops.recording() as calls:
+        out = ops.attend(*case, trees=trees)
+    trees.copy_(some_trees([70, 9], seed=5))
+    ops.replay(calls)()
+    same(out, ops.attend(*case, trees=trees))
+    assert not torch.equal(out, ops.attend(*case))
 
 
 @needs_native
@@ -457,6 +505,8 @@ def test_wrong_arguments_are_named(ops):
         ("attend: 3 query heads", lambda: ops.attend(q[:, :3].contiguous(), cache, cache, tables, lengths)),
         ("attend: .*pages of 3 slots", lambda: ops.attend(q, *[torch.zeros(3, 3, 2, 8)] * 2, tables, lengths)),
         ("attend: .*window 0", lambda: ops.attend(q, cache, cache, tables, lengths, window=0)),
+        ("attend: trees is .*int32", lambda: ops.attend(q, cache, cache, tables, lengths, trees=lengths)),
+        ("attend: trees with a window of 5", lambda: ops.attend(q, cache, cache, tables, lengths, 5, 0, lengths.long())),
         ("attend: .*520 channels", lambda: ops.attend(*[torch.zeros(2, 1, 520), *[torch.zeros(1, 1, 1, 520)] * 2],
                                                       tables, lengths)),
         ("best: logits", lambda: ops.best(w.T[:, :3])),

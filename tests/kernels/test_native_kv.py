@@ -9,7 +9,21 @@ import itertools
 import pytest
 import torch
 from kernel_checks import moat, moat_int, wide
-from test_native import BF16, FP32, INF, NAN, close, dtypes, needs_native, paged_case, randn, run, same
+from test_native import (
+    BF16,
+    FP32,
+    INF,
+    NAN,
+    close,
+    dtypes,
+    needs_native,
+    paged_case,
+    poison_unseen,
+    randn,
+    run,
+    same,
+    some_trees,
+)
 
 from minserve.kernels import kv_quantize, native
 from minserve.kernels.kv_quantize import quantize_range, quantize_rows
@@ -151,6 +165,18 @@ def check_attend(ops, name, lengths, H=6, G=2, D=22, S=16, dtype=FP32, window=No
     close(run(ops, name, *case, counts, window, sinks), expected)
 
 
+def check_trees(ops, lengths, H=6, G=2, D=22, S=16, dtype=FP32):
+    *cache, tables, lengths = scaled_case(lengths, H, G, D, S, dtype)
+    starts, chain = torch.arange(len(lengths) + 1, dtype=torch.int32), torch.full((len(lengths),), -1)
+    run_on = lambda trees: run(ops, "attend_scaled", *cache, tables, lengths, None, 0, trees)
+    same(run_on(moat_int(chain)), ops.attend_scaled(*cache, tables, lengths))
+    trees = some_trees(lengths, seed=S)
+    poison_unseen(cache[3:], tables, lengths, trees)
+    expected = scaled_attention_reference(*cache, tables, starts, lengths, trees=trees)
+    assert expected.isfinite().all()
+    close(run_on(trees), expected)
+
+
 def check_nan_stays(ops):
     """One NaN in what only the second of three rows reads: that row shows it, and no other does."""
     for name, poisons in (
@@ -228,6 +254,14 @@ def test_attend(ops, name, dtype, H, G, D):
     for S, (window, sinks) in itertools.product((4, 16, 64), SEEN):
         check_attend(ops, name, [1, 0, S - 1, S, S + 1, 130], H, G, D, S, dtype, window, sinks)
     check_attend(ops, name, [700, 3, 128, 129], H, G, D, 16, dtype, size=5.0)  # several tiles
+
+
+@needs_native
+@dtypes
+@pytest.mark.parametrize("H, G, D", HEADS)
+def test_trees(ops, dtype, H, G, D):
+    for S in (4, 16, 64):
+        check_trees(ops, [1, 0, 62, 63, 64, 65, 300, 20], H, G, D, S, dtype)
 
 
 @needs_native

@@ -30,6 +30,7 @@ def attend(name, ops):
 
 def scaled(ops):
     attend("attend_scaled", ops)
+    checks.check_trees(ops, [1, 0, 62, 63, 64, 65, 300, 20])
 
 
 def int4(ops):
@@ -87,6 +88,8 @@ MUTATIONS = {
         ("one scale for both", "key = k_cache + row * D, k_scale = k_scales[row]",
          "key = k_cache + row * D, k_scale = v_scales[row]"),
         ("offsets of 32 bits", "key = k_cache + row * D", "key = k_cache + (int32_t)(row * D)"),
+        ("trees forgotten", "lengths, trees, out, B, H, G, D, window, sinks, 2 * (D + 4)",
+         "lengths, nullptr, out, B, H, G, D, window, sinks, 2 * (D + 4)"),
         ("values where keys are", "value = v_cache + row * D", "value = k_cache + row * D"),
     ],
     int4: [

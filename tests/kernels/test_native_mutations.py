@@ -61,6 +61,7 @@ def attend(ops):
         checks.check_attend(ops, [1, 0, 21, 300], window=window, sinks=sinks)
         checks.check_attend(ops, [1, 0, 21, 130], H=9, G=3, D=24, S=4, window=window, sinks=sinks)
     checks.check_attend(ops, [700, 3, 128, 129], H=7, G=1, size=200.0)
+    checks.check_trees(ops, [1, 0, 62, 63, 64, 65, 300, 20])
     checks.check_not_finite(ops)
 
 
@@ -161,6 +162,12 @@ MUTATIONS = {
         ("the maximum of a tile", "vec most = vec{} + top[r], weights", "vec most = vec{} - INF, weights"),
         ("not divided", "load(acc[r] + d) / sum[r]", "load(acc[r] + d)"),
         ("three heads at most", "heads == 4) attend_heads<4>", "heads == 4) attend_heads<3>"),
+        ("a tree's bits one off", "(length - 1 - p) & 1", "(length - p) & 1"),
+        ("a tree read from the wrong end", "(length - 1 - p) & 1", "(p - kept) & 1"),
+        ("the first row's tree", "trees[b] >>", "trees[0] >>"),
+        ("one position too many is always seen", "std::max<int64_t>(0, length - NEAR)",
+         "std::max<int64_t>(0, length - NEAR + 1)"),
+        ("siblings are seen", "if (trees[b] >> (length - 1 - p) & 1) near", "near"),
         ("empty rows not written", "memset(to, 0, heads * D * sizeof(E))", "(void)0"),
     ],
     tiles: [
