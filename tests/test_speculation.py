@@ -1,4 +1,4 @@
-"""The parts of speculation, one by one: what n-grams propose, how many drafts pay, what a place is told, who is kept."""
+"""The parts of speculation, one by one: what n-grams propose, how many drafts pay, who is kept."""
 
 import itertools
 import random
@@ -200,7 +200,7 @@ COSTS = {
 @pytest.mark.parametrize("cost", COSTS)
 def test_the_number_of_drafts_is_the_one_that_makes_most_tokens_per_second(cost):
     rng = random.Random(1)
-    for trial in range(30):
+    for _ in range(30):
         pace, B = Pace(), rng.randint(1, 3)
         pace.draft = rng.choice([0.0, 0.02, 0.3]) if B == 1 else 0.0
         pace.step = {n: COSTS[cost](n) for n in range(1, 20)}
