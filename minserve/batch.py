@@ -18,6 +18,7 @@ Story    notebooks/07_continuous_batching.ipynb
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 
 import numpy as np
@@ -27,8 +28,8 @@ from minserve.kernels.pack import launch
 from minserve.request import Request
 from minserve.step_log import Row
 
-_seat, _computed, _pages, _dirty = map(attrgetter, ("seat", "computed", "pages", "dirty"))
-_tokens, _prompt = map(attrgetter, ("tokens", "prompt"))
+_id, _seat, _computed, _tokens = map(attrgetter, ("id", "seat", "computed", "tokens"))
+_pages, _dirty, _draft = map(attrgetter, ("pages", "dirty", "draft"))
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ class Batch:
 
     def rows(self, kept: list[int] | None = None) -> list[Row]:
         """This step's part of the log, before anything of it counts as computed. kept: of each one's draft."""
-        paid, kept = set(self.paid), kept or [0] * len(self.plan)
-        drafted = [len(r.draft.tokens) if r.draft else 0 for r, _ in self.plan]
-        return [
-            Row(r.id, n, r.computed, b in paid, drafted[b], kept[b]) for b, (r, n) in enumerate(self.plan)
-        ]
+        (requests, counts), paid = zip(*self.plan), [False] * len(self.plan)
+        for b in self.paid:
+            paid[b] = True
+        drafted = [len(draft.tokens) if draft else 0 for draft in map(_draft, requests)]
+        columns = map(_id, requests), counts, map(_computed, requests), paid, drafted, kept or repeat(0)
+        return list(map(Row, *columns))
 
 
 class Packer:
@@ -69,6 +71,7 @@ class Packer:
         self.page_size, self.device = page_size, torch.device(device)
         self.tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=device)
         self.tables = torch.zeros(seats, -(-context // page_size), dtype=torch.int32, device=device)
+        self.prompts = np.zeros(seats, np.int32)  # tokens of each one's prompt
 
     def pack(self, plan: list[tuple[Request, int]]) -> Batch:
         counts = [n for _, n in plan]
@@ -80,22 +83,23 @@ class Packer:
         # attrgetter and fromiter: the loops over rows run in C
         computed = np.fromiter(map(_computed, requests), np.int32, len(plan))
         known = np.fromiter(map(len, map(_tokens, requests)), np.int32, len(plan))
-        paid = owned = np.flatnonzero(computed + counts >= known)  # drafts come on top
-        if any(r.draft for r in requests):
+        new = np.fromiter(counts, np.int32, len(plan))
+        paid = owned = np.flatnonzero(computed + new >= known)  # drafts come on top
+        if any(map(_draft, requests)):
             self._write_drafts(requests)
-            requests, computed, counts, owned = _spread(plan, computed, counts, paid)
-        return self._batch(plan, fresh, paid, requests, computed, counts, owned)
+            requests, computed, new, owned = _spread(plan, computed, paid)
+        return self._batch(plan, fresh, paid, requests, computed, new, owned)
 
-    def _batch(self, plan, fresh, paid, owners, computed, counts, owned) -> Batch:
-        """Rows of these owners: tokens from `computed` on [B], logits for the rows `owned`."""
-        B = len(owners)
+    def _batch(self, plan, fresh, paid, owners, computed, new, owned) -> Batch:
+        """Rows of these owners: `new` tokens from `computed` on [B], logits for the rows `owned`."""
+        B, counts = len(owners), new.tolist()
         host = np.zeros(
             (4, B + 1), dtype=np.int32
         )  # seats, computed, starts, lengths: one copy to the device
         host[0, :B] = np.fromiter(map(_seat, owners), np.int32, B)
         host[1, :B] = computed
-        np.cumsum(counts, out=host[2, 1:])
-        host[3, :B] = computed + counts
+        np.cumsum(new, out=host[2, 1:])
+        host[3, :B] = computed + new
         lengths = host[3, :B].tolist()
         last, sampled_seats = (  # [R] each
             to_device(x[owned].astype(np.int64), self.device) for x in (host[2, 1:] - 1, host[0])
@@ -105,9 +109,9 @@ class Packer:
         ids, positions, slots = launch(
             seats[:B], starts, computed[:B], self.tokens, self.tables, self.page_size, int(host[2, B])
         )
-        made = host[3, :B] - np.fromiter(map(len, map(_prompt, owners)), np.int32, B)
+        made = host[3, :B] - self.prompts[host[0, :B]]
         trees, singles = None, counts.count(1)
-        if any(r.draft and r.draft.parents for r, _ in plan):
+        if B > len(plan) and any(r.draft and r.draft.parents for r, _ in plan):
             shifts, trees = _branched(owners, singles)
             positions[:singles] += to_device(shifts[:singles], self.device)
             made, trees = made + shifts, to_device(trees, self.device)
@@ -142,6 +146,7 @@ class Packer:
                 continue
             if dirty == 0:
                 fresh.append(request)
+                self.prompts[request.seat] = len(request.prompt)
                 tokens = torch.tensor(request.tokens, dtype=torch.int32)
                 self.tokens[request.seat, : len(tokens)] = to_device(tokens, self.device)
             rows += [request.seat] * (end - dirty)
@@ -208,8 +213,8 @@ def _branched(owners: list[Request], singles: int):
     return shifts, trees
 
 
-def _spread(plan, computed, counts, paid):
-    """Every token of a draft as a row of its own: owners, computed, counts of the rows, and those that get logits."""
+def _spread(plan, computed, paid):
+    """Every token of a draft as a row of its own: owners, computed, tokens of the rows, and those that get logits."""
     owners, before, each, owned, paid = [], [], [], [], {*paid.tolist()}
     for b, ((request, n), start) in enumerate(zip(plan, computed.tolist())):
         many = n if request.draft else 1
@@ -218,7 +223,7 @@ def _spread(plan, computed, counts, paid):
         owners += [request] * many
         before += range(start, start + many)
         each += [1] * many if request.draft else [n]
-    return owners, np.array(before, np.int32), each, np.array(owned)
+    return owners, np.array(before, np.int32), np.array(each, np.int32), np.array(owned)
 
 
 def _is_chunk(work: tuple[Request, int]) -> bool:

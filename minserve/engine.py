@@ -51,6 +51,7 @@ from minserve.text import Tokenizer
 from minserve.weights import load
 
 PHASES = ("schedule", "pack", "model", "sample", "commit", "text")
+NOT_ASKED = itertools.repeat(None)  # for logprobs
 
 
 class Engine:
@@ -269,7 +270,8 @@ class Engine:
         else:
             sampled = self.sampler(logits, batch.seats, batch.made, drawn)
             self.packer.note(batch, sampled.tokens)
-            made, logprobs, kept = ToHost(sampled.tokens), sampled.logprobs, None
+            made, kept = ToHost(sampled.tokens), None
+            logprobs = sampled.logprobs and [[its] for its in sampled.logprobs]
         self.pages.copies.clear()
         record.rows += batch.rows(kept)
         return Flight(batch, self.scheduler.advance(batch.plan), made, logprobs)
@@ -285,12 +287,12 @@ class Engine:
         tokens, news, ends = [[]] * len(plan), [], flight.ends
         for b, its in zip(paid, made):
             tokens[b] = its
-            if min(its) < 0 and plan[b][0].status is not Status.FINISHED:
+            if its[-1] < 0 and plan[b][0].status is not Status.FINISHED:
                 why = "its logits hold NaN; the model's weights or its cache are broken"
                 self._fail(plan[b][0], ValueError(why))
         self.scheduler.settle(plan, ends, tokens)
         marks.append(self._clock())
-        for b, its in zip(paid, flight.logprobs or itertools.repeat(None)):
+        for b, its in zip(paid, flight.logprobs or NOT_ASKED):
             if (output := self.outputs.get(plan[b][0].id)) is not None:
                 news.append(self._tell(output, ends[b], its))
         marks.append(self._clock())
@@ -299,15 +301,14 @@ class Engine:
     def _tell(self, output: Output, at: int, logprobs) -> tuple[Output, str]:
         """A request's new tokens, tokens[at:], as text. Trouble with one reader's text is that reader's alone."""
         request, delta, stopped = output.request, "", False
-        its = logprobs if isinstance(logprobs, list) else [logprobs]
         try:
-            for i in range(at, len(request.tokens)):
-                if request.tokens[i] == UNKNOWN:
+            for token, its in zip(request.tokens[at:], logprobs or NOT_ASKED):
+                if token == UNKNOWN:
                     break
-                text, stopped = output.push(request.tokens[i], its[i - at] if logprobs else None)
+                text, stopped = output.push(token, its)
                 delta += text
-                if stopped:
-                    del request.tokens[i + 1 :]  # drafts that were right, behind the end
+                if stopped:  # drafts behind the end were right in vain
+                    del request.tokens[len(request.prompt) + output.told :]
                     break
         except Exception as error:
             self._fail(request, error)
@@ -397,7 +398,7 @@ class Flight(NamedTuple):
     batch: Batch
     ends: list[int]  # how far each row is computed then
     tokens: ToHost | list[list[int]]  # of batch.paid: one each, or with drafts several
-    logprobs: list | None
+    logprobs: list[list] | None  # of each token; None if nobody asks
 
 
 class LLM(Engine):

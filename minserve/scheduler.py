@@ -124,12 +124,13 @@ class Scheduler:
                 continue  # it gave way, or its last token is being made
             owed = len(request.tokens) - request.computed
             num_tokens = 1 if owed == 1 else self.share(owed, spare)
-            request.granted = self._granted(request, spare) if request.ahead and owed == 1 else 0
+            ahead = self._granted(request, spare) if request.ahead and owed == 1 else 0
+            request.granted = ahead
             if request.computed + num_tokens > request.writable and not self._make_room(request, num_tokens):
                 continue  # it was itself the one to give way
             if num_tokens:
-                plan.append((request, num_tokens + request.granted))
-                spare -= num_tokens + request.granted if owed > 1 else request.granted
+                plan.append((request, num_tokens + ahead))
+                spare -= num_tokens if owed > 1 else ahead
 
         if not self.gave_way:
             self._admit_waiting(plan, spare)
@@ -231,34 +232,31 @@ class Scheduler:
         """The step has arrived: its tokens are known, and who ends with them gives everything back."""
         finished, S = [], self.pages.page_size
         for (request, num_tokens), end, made in zip(plan, ends, tokens, strict=True):
-            if not end or request.status is FINISHED:
+            known, status, sure, reason = request.tokens, request.status, end, None
+            if not end or status is FINISHED:
                 continue  # it was aborted, or had stopped, while the step ran
-            reason = None
-            if request.tokens[end] == UNKNOWN:  # else mid-prompt: this chunk's logits predict what is known
-                reason = self._take(request, end, made)
-            if request.draft:
-                end += (
-                    len(made) - 1
-                )  # the accepted are in the cache for good; whatever lies behind them is not
+            if request.draft:  # what lies behind the accepted tokens is not in the cache for good
+                sure += len(made) - 1
                 request.computed -= len(request.draft.tokens) - (len(made) - 1)
+                known += [UNKNOWN] * (len(made) - 1)
                 request.draft = None
-            if request.status is RUNNING and end % S < num_tokens:  # a page is full
-                self.pages.settle(request, min(end, len(request.tokens) - 1))
+            if known[end] != UNKNOWN:
+                made = ()  # mid-prompt: this chunk's logits predict a token that is known
+            for token in made:
+                if token in request.stop_ids and end >= len(request.prompt) + request.params.min_tokens:
+                    reason = "stop"
+                    break
+                known[end] = token
+                end += 1
+                if end >= request.most:
+                    reason = "length"
+                    break
+            if status is RUNNING and sure % S < num_tokens:  # a page is full
+                self.pages.settle(request, min(sure, end))
             if reason:
                 self.finish(request, reason)
                 finished.append(request)
         return finished
-
-    def _take(self, request: Request, end: int, made: list[int]) -> str | None:
-        """Its new tokens, in place of the one promised. Returns why it ends with them, and drops what follows then."""
-        known = request.tokens
-        for i, token in enumerate(made, end):
-            if token in request.stop_ids and i >= len(request.prompt) + request.params.min_tokens:
-                return "stop"
-            known[i : i + 1] = [token]
-            if i + 1 >= request.most:
-                return "length"
-        return None
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request now, wherever it is: "stop", "length", "abort", "timeout" or "error". Twice is once."""
