@@ -112,6 +112,12 @@ class Speculation:
         self.pace, self.on, self._packing = Pace(), True, 0.0
         self.drafted, self.kept = ([0] * drafter.k for _ in range(2))  # by position in the draft
         drafter.attach(engine)
+        most = MOST_TREE if drafter.branches else MOST_CHAIN
+        if not 1 <= drafter.k <= most:
+            raise ValueError(
+                f"the drafter {drafter.name!r}: k is {drafter.k}, and a step verifies "
+                f"{'trees' if drafter.branches else 'chains'} of 1 to {most} drafted tokens"
+            )
 
     def allow(self, running: list[Request]) -> None:
         """Say for each running request how many tokens may be drafted for it in the next step."""
@@ -135,9 +141,10 @@ class Speculation:
         """The plan with drafts."""
         start, copies = time.perf_counter(), self.engine.pages.copies
         self.engine.cache.copy(copies)  # a drafter may write behind them: they cannot wait for the step
-        with self._doubted():
-            self.drafter.copy(copies)
-            self._ask(plan)
+        if self.on:
+            with self._doubted():
+                self.drafter.copy(copies)
+                self._ask(plan)
         if not self.on:
             for request, _ in plan:
                 request.draft = None
@@ -161,8 +168,6 @@ class Speculation:
             )
 
     def _ask(self, plan) -> None:
-        if not self.on:
-            return
         vocab = self.engine.model.config.vocab_size
         for (request, _), draft in zip(plan, self.drafter.propose(plan), strict=True):
             request.draft = draft.cut(request.granted) if draft else None
