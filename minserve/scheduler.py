@@ -30,7 +30,7 @@ import sys
 from bisect import insort
 from heapq import heapify, heappop, heappush
 
-from minserve.pages import PagePool
+from minserve.pages import PagePool, pages_for
 from minserve.request import UNKNOWN, Request, Status
 
 Plan = list[tuple[Request, int]]  # who, and how many tokens
@@ -117,14 +117,15 @@ class Scheduler:
         self.steps += 1
         plan: Plan = []
         self.gave_way = []
-        spare = self.token_budget - [len(r.tokens) - r.computed for r in self.running].count(1)
+        decoding = [len(r.tokens) - r.computed for r in self.running].count(1)
+        spare, prompts = self.token_budget - decoding, decoding < len(self.running)
 
         for request in list(self.running):  # best rank first: whoever is preempted is not planned yet
             if request.status is not RUNNING or len(request.tokens) >= request.most:
                 continue  # it gave way, or its last token is being made
             owed = len(request.tokens) - request.computed
             num_tokens = 1 if owed == 1 else self.share(owed, spare)
-            ahead = self._granted(request, spare) if request.ahead and owed == 1 else 0
+            ahead = self._granted(request, spare, prompts) if request.ahead and owed == 1 else 0
             request.granted = ahead
             if request.computed + num_tokens > request.writable and not self._make_room(request, num_tokens):
                 continue  # it was itself the one to give way
@@ -140,15 +141,14 @@ class Scheduler:
         """How much of a prompt goes into this step, with `spare` tokens left."""
         return min(owed, spare, self.chunk)
 
-    def _granted(self, request: Request, spare: int) -> int:
+    def _granted(self, request: Request, spare: int, prompts: bool) -> int:
         """Drafts there is room for beside its token: all it may have or none, and nobody gives way for them."""
-        ahead = min(request.ahead, spare)
+        ahead, S = min(request.ahead, spare), self.pages.page_size
         if request.computed + 1 + ahead <= request.writable:
             return ahead
-        room = self.pages.available > len(
-            self.running
-        )  # everybody may need a page for the token it is sure of
-        return ahead if room and self.pages.grow(request, 1 + ahead) else 0
+        new = pages_for(request.computed + 1 + ahead, S) - len(request.pages)
+        sure = len(self.running) + (spare // S if prompts else 0)  # what tokens may need that are no drafts
+        return ahead if new + sure <= self.pages.available and self.pages.grow(request, 1 + ahead) else 0
 
     def _admit_waiting(self, plan: Plan, spare: int) -> None:
         """The queue, in order. Its head waits rather than being overtaken, so nobody starves."""
