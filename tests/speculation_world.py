@@ -53,14 +53,14 @@ class Known:
         self.model, self.answers, self.seen = model, {}, {}
 
     def of(self, request):
-        if request.id not in self.seen:
+        if request not in self.seen:
             key = str((request.prompt, request.params, request.seed, sorted(request.stop_ids)))
             if key not in self.answers:
                 ends = {*request.stop_ids, *request.params.stop_token_ids}
                 its = request.prompt, request.params, request.seed, ends, request.max_new_tokens + 8
                 self.answers[key] = truth(self.model, *its)
-            self.seen[request.id] = self.answers[key]
-        return self.seen[request.id]
+            self.seen[request] = self.answers[key]
+        return self.seen[request]
 
     def right(self, request, n: int) -> list[int]:
         at = len(request.tokens) - len(request.prompt)
