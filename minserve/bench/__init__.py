@@ -37,6 +37,8 @@ from minserve.bench import (
     prefix,
     quality,
     roofline,
+    spec,
+    spec_cost,
     step,
 )
 from minserve.bench.common import Options, add_model_arguments
@@ -67,6 +69,8 @@ BENCHES = {
     "inductor": inductor.run,
     "kv": kv.run,
     "quality": quality.run,
+    "spec": spec.run,
+    "spec-cost": spec_cost.run,
 }
 
 
@@ -78,6 +82,11 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--quant", choices=list(decode_quant.SCHEMES), help="`decode` only: quantized weights"
     )
+    parser.add_argument(
+        "--drafter", nargs="+", choices=spec.NAMES, help="`spec` only: who drafts (all there are)"
+    )
+    parser.add_argument("--k", type=int, help="`spec` only: tokens of a draft")
+    parser.add_argument("--batch", nargs="+", type=int, help="`spec` only: requests at once (1 4 16)")
     only = "`peers` only, to measure it in the same run:"
     parser.add_argument("--vllm-python", help=f"{only} a Python that has vLLM")
     parser.add_argument("--llama-cpp", help=f"{only} the folder of llama.cpp's programs, or its llama-bench")

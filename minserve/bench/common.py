@@ -40,6 +40,9 @@ class Options:
     llama_cpp: str | None = None
     llama_model: str | None = None
     quant: str | None = None  # only `bench decode`: int8 or int4 weights
+    drafters: tuple[str, ...] = ()  # only `bench spec`, like the next two: who drafts ...
+    k: int | None = None  # ... how many tokens; None: as many as each likes
+    batches: tuple[int, ...] = ()  # requests at once
     tiny: bool = False  # a GPU's cases, made small enough for any machine
     seconds: float | None = None  # what there is for all of it, from `started` on; None: as long as it takes
     started: float = field(default_factory=time.monotonic)
@@ -59,8 +62,15 @@ class Options:
         for key, what in zip(others, ("PYTHON", "FOLDER", "FILE.gguf")):  # where it lies is nobody's business
             words += [f"--{key.replace('_', '-')} {what}"] if others[key] else []
         dtype = weights.DTYPES[args.dtype] if args.dtype else usual_dtype()
+        drafters, k, batches = (getattr(args, key, None) for key in ("drafter", "k", "batch"))
+        words += [f"--drafter {' '.join(drafters)}"] if drafters else []
+        words += [f"--k {k}"] if k else []
+        words += [f"--batch {' '.join(map(str, batches))}"] if batches else []
+        spec = dict(drafters=tuple(drafters or ()), k=k, batches=tuple(batches or ()))
         quick, command = args.quick or tiny, " ".join(words)
-        return cls(name, command, args.model, dtype, quick, **others, quant=quant, tiny=tiny, seconds=seconds)
+        return cls(
+            name, command, args.model, dtype, quick, **others, **spec, quant=quant, tiny=tiny, seconds=seconds
+        )
 
     @property
     def dtype_name(self) -> str:
