@@ -58,9 +58,11 @@ class Batch:
         (requests, counts), paid = zip(*self.plan), [False] * len(self.plan)
         for b in self.paid:
             paid[b] = True
+        columns = map(_id, requests), counts, map(_computed, requests), paid
+        if len(self.owners) == len(requests):
+            return list(map(Row, *columns))
         drafted = [len(draft.tokens) if draft else 0 for draft in map(_draft, requests)]
-        columns = map(_id, requests), counts, map(_computed, requests), paid, drafted, kept or repeat(0)
-        return list(map(Row, *columns))
+        return list(map(Row, *columns, drafted, kept or repeat(0)))
 
 
 class Packer:
@@ -85,7 +87,7 @@ class Packer:
         known = np.fromiter(map(len, map(_tokens, requests)), np.int32, len(plan))
         new = np.fromiter(counts, np.int32, len(plan))
         paid = owned = np.flatnonzero(computed + new >= known)  # drafts come on top
-        if any(map(_draft, requests)):
+        if counts.count(1) < len(plan) and any(map(_draft, requests)):
             self._write_drafts(requests)
             requests, computed, new, owned = _spread(plan, computed, paid)
         return self._batch(plan, fresh, paid, requests, computed, new, owned)

@@ -51,7 +51,6 @@ from minserve.text import Tokenizer
 from minserve.weights import load
 
 PHASES = ("schedule", "pack", "model", "sample", "commit", "text")
-NOT_ASKED = itertools.repeat(None)  # for logprobs
 
 
 class Engine:
@@ -282,7 +281,7 @@ class Engine:
             return []
         made, plan, paid = flight.tokens, flight.batch.plan, flight.batch.paid
         if isinstance(made, ToHost):
-            made = [[token] for token in made.tolist()]
+            made = list(zip(made.tolist()))
         marks.append(self._clock())
         tokens, news, ends = [[]] * len(plan), [], flight.ends
         for b, its in zip(paid, made):
@@ -292,7 +291,7 @@ class Engine:
                 self._fail(plan[b][0], ValueError(why))
         self.scheduler.settle(plan, ends, tokens)
         marks.append(self._clock())
-        for b, its in zip(paid, flight.logprobs or NOT_ASKED):
+        for b, its in zip(paid, flight.logprobs or itertools.repeat(None)):
             if (output := self.outputs.get(plan[b][0].id)) is not None:
                 news.append(self._tell(output, ends[b], its))
         marks.append(self._clock())
@@ -302,10 +301,10 @@ class Engine:
         """A request's new tokens, tokens[at:], as text. Trouble with one reader's text is that reader's alone."""
         request, delta, stopped = output.request, "", False
         try:
-            for token, its in zip(request.tokens[at:], logprobs or NOT_ASKED):
+            for token in request.tokens[at:]:
                 if token == UNKNOWN:
                     break
-                text, stopped = output.push(token, its)
+                text, stopped = output.push(token, logprobs and logprobs.pop(0))
                 delta += text
                 if stopped:  # drafts behind the end were right in vain
                     del request.tokens[len(request.prompt) + output.told :]

@@ -16,7 +16,7 @@ class Output:
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None):
         self.request, self.index = request, index
-        self.text, self.logprobs, self.error, self.told = "", [], None, 0  # told: tokens that were pushed
+        self.text, self.logprobs, self.error, self.told = "", [], None, 0  # told: tokens that became text
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._stops = StopStrings(request.params.stop)
 
@@ -34,11 +34,11 @@ class Output:
 
     def push(self, token: int, logprobs=None) -> tuple[str, bool]:
         """A new token: the text it makes certain, and whether that completed a stop string."""
-        self.told += 1
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self._detokenizer is None:
             return "", False
+        self.told += 1
         return self._say(self._detokenizer.push(token))
 
     def end(self) -> tuple[str, bool]:

@@ -219,8 +219,9 @@ class Scheduler:
             if request.status is not RUNNING:
                 ends.append(0)  # it was aborted since it was planned
                 continue
-            request.computed += num_tokens
-            end = request.computed - (len(request.draft.tokens) if request.draft else 0)
+            request.computed = end = request.computed + num_tokens
+            if request.draft:
+                end -= len(request.draft.tokens)
             ends.append(end)
             if self.pages.window:  # not left to settle(): by then a small pool would have run short
                 self.pages.settle(request, end - (request.tokens[end - 1] == UNKNOWN))
@@ -232,9 +233,10 @@ class Scheduler:
         """The step has arrived: its tokens are known, and who ends with them gives everything back."""
         finished, S = [], self.pages.page_size
         for (request, num_tokens), end, made in zip(plan, ends, tokens, strict=True):
-            known, status, sure, reason = request.tokens, request.status, end, None
+            known, status = request.tokens, request.status
             if not end or status is FINISHED:
                 continue  # it was aborted, or had stopped, while the step ran
+            sure, reason = end, None
             if request.draft:  # what lies behind the accepted tokens is not in the cache for good
                 sure += len(made) - 1
                 request.computed -= len(request.draft.tokens) - (len(made) - 1)

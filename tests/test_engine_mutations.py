@@ -77,7 +77,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("engine", "r.prompt, r.outputs, r.stop_ids", "r.prompt, [], r.stop_ids", "preempted"),
     ("engine", "seed_of(seed, index)", "seed", "n"),
     ("engine", "rows=batch.last), None, None", "rows=batch.last - 1), None, None", "plain"),
-    ("engine", "if min(its) < 0 and", "if min(its) < -1 and", "nan"),
+    ("engine", "if its[-1] < 0 and", "if its[-1] < -1 and", "nan"),
     # a step in flight
     ("engine", "landing, self.flight = self.flight, None", "landing = self.flight", "fails in flight"),
     ("engine", "            flight = self._launch(plan, record, marks)\n",
@@ -95,11 +95,11 @@ WRONG = [  # module, right, wrong, who must notice
     ("engine", 'heard.get(output, "") + delta', "delta", "ends"),
     ("engine", "                continue  # it ended with the step before", "                pass  # it ended",
      "stops"),
-    ("engine", "if min(its) < 0 and plan[b][0].status is not Status.FINISHED:", "if min(its) < 0:",
+    ("engine", "if its[-1] < 0 and plan[b][0].status is not Status.FINISHED:", "if its[-1] < 0:",
      "none drawn"),
     ("engine", "self._tell(output, ends[b], its)", "self._tell(output, -1, its)", "text in flight"),
-    ("engine", "in range(at, len(request.tokens)):", "in range(at, max(at + 1, len(request.tokens))):", "day"),
-    ("engine", "if request.tokens[i] == UNKNOWN:", "if False:", "text in flight"),
+    ("engine", "in request.tokens[at:]:", "in request.tokens[at:] or [request.tokens[at]]:", "day"),
+    ("engine", "if token == UNKNOWN:", "if False:", "text in flight"),
     ("engine", "self.scheduler.advance(batch.plan), made", "self.scheduler.advance(batch.plan)[::-1], made",
      "alone"),
     ("engine", "            tokens[b] = its\n", "            tokens[-1 - b] = its\n", "alone"),
@@ -128,7 +128,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("output", "self.logprobs.append(logprobs)", "self.logprobs = [logprobs]", "logprobs"),
     ("batch", "+ 1] = known", "] = known", "alone"),
     ("batch", "request.dirty = end", "request.dirty = end + 1", "alone"),
-    ("batch", "computed + counts >= known", "computed + counts >= 0", "raise"),
+    ("batch", "computed + new >= known", "computed + new >= 0", "raise"),
 ]  # fmt: skip
 
 

@@ -153,6 +153,8 @@ def test_copies_read_before_they_write():
 # ---------------------------------------------------------------- batches
 def test_a_batch_is_the_plan_flattened_single_tokens_first(packer_class=Packer):
     plan = plan_of([(4, 3), (9, 1), (0, 2), (17, 1)], 4, 30, None, 0)
+    for request, _ in plan:  # some of it is answer
+        request.prompt = request.tokens[: 1 + request.id % 3]
     packer = packer_class(4, 64, 4)
     batch = packer.pack(plan)
     assert [r.id for r, _ in batch.plan] == [1, 3, 0, 2] and batch.num_singles == 2
@@ -165,6 +167,14 @@ def test_a_batch_is_the_plan_flattened_single_tokens_first(packer_class=Packer):
         4,
         6,
     ]  # requests 1 and 3 owe one more than is paid
+    assert batch.paid == batch.sampled and batch.owners == [r for r, _ in batch.plan] and batch.trees is None
+    assert batch.made.tolist() == [len(batch.owners[b].outputs) for b in batch.paid] == [6, 0]
+    assert batch.rows() == [
+        (1, 1, 9, False, 0, 0),
+        (3, 1, 17, False, 0, 0),
+        (0, 3, 4, True, 0, 0),
+        (2, 2, 0, True, 0, 0),
+    ]
     for row, (request, _) in enumerate(batch.plan):
         assert batch.tables[row, : len(request.pages)].tolist() == request.pages
 
@@ -254,10 +264,15 @@ WRONG = [
     "right, wrong",
     [
         ("return work[1] != 1", "return work[1] == 1"),
-        ("num_singles=counts.count(1)", "num_singles=len(counts)"),
+        ("num_singles=singles", "num_singles=len(counts)"),
         ("for x in (host[2, 1:] - 1, host[0])", "for x in (host[2, 1:], host[0])"),
         ("lengths=device_lengths[:B]", "lengths=computed[:B]"),
         ("index_select(0, seats[:B])", "index_select(0, seats[:B].flip(0))"),
+        ("made=made[owned]", "made=made[: len(owned)]"),
+        ("host[3, :B] - self.prompts[host[0, :B]]", "host[3, :B] - self.prompts[:B]"),
+        ("self.prompts[request.seat] = len(request.prompt)", "pass"),
+        ("            paid[b] = True\n", "            paid[-1 - b] = True\n"),
+        ("counts, map(_computed, requests), paid\n", "counts, counts, paid\n"),
     ],
 )
 def test_a_wrong_packer_is_noticed(right, wrong):
