@@ -168,16 +168,6 @@ def shape_of(config: ModelConfig) -> str:
     return f"{config.num_layers} layers of {config.hidden_size:,} channels, {config.vocab_size:,} tokens"
 
 
-def check_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
-    """A draft's tokens mean something to the target only where both count them alike. Raises ValueError."""
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the draft model's vocabulary has {draft.vocab_size:,} tokens and the target's {target.vocab_size:,}: "
-            "their ids do not mean the same text.\n"
-            "  Take a draft model with the target's tokenizer, or `python -m minserve train draft` to make one."
-        )
-
-
 # ---------------------------------------------------------------- files
 def save_part(kind: str, part: nn.Module, model: Model, path: Path, **meta) -> None:
     """Write the part's own weights in bf16, whole or not at all, and what is known of them."""
