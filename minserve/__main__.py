@@ -9,6 +9,7 @@ COMMANDS = {  # name: (module with add_arguments and main, one line)
     "fetch": ("minserve.fetch", "get a model onto this disk, once"),
     "doctor": ("minserve.doctor", "check this machine, one line per thing a bug report needs"),
     "quantize": ("minserve.quantize", "write a model's weights in 8 or 4 bits, as a folder others load, too"),
+    "train": ("minserve.train", "train what a drafter needs, on what the model says by itself"),
     "bench": ("minserve.bench", "measure one thing: bound, measured, ratio"),
     "ladder": ("minserve.bench.ladder", "measure every rung built so far and draw them"),
 }

@@ -7,7 +7,8 @@
 No data set is needed, and the answers are the target's own: a drafter that learns them learns this model, not the
 language. A model without a chat template goes on from one token, another for each conversation.
 
-Conversations are numbered; a number decides the seed, and with it the text. A finished conversation is one line of a file, so an interrupted run goes on with the numbers that are missing.
+Conversations are numbered; a number decides the seed, and with it the text. A finished one is a line of a file, so an
+interrupted run goes on with the numbers that are missing.
 
 Cost     a question and an answer each, at the engine's speed with many seats
 Story    notebooks/12_medusa_and_self_speculation.ipynb

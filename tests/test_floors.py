@@ -20,8 +20,8 @@ FLOORS = [
     {  # 4  one request, plainly; loading
         *("output", "prefill_decode", "fused", "speculation", "trained", "weights", "fetch", "calibration"),
     },
-    {"graphs"},  # 5  a step, recorded
-    {"draft_model", "medusa", "drafters"},  # 6  who proposes, and computes for it
+    {"graphs", "study"},  # 5  a step, recorded | a text, thought through
+    {"draft_model", "medusa", "drafters", "training"},  # 6  who proposes, and computes for it | how it learns
     {"engine"},  # 7  the loop
     {"async_engine", "server", "metrics", "cluster", "simulator"},  # 8  many callers; one machine to many
     {"lab", "bench", "__main__", "chat", "doctor", "quantize", "train", "self_text"},  # 9  measures and commands
