@@ -1,11 +1,9 @@
-"""Speculation in rounds: what one makes, what a longer step costs, what a run with a drafter took.
+"""Speculation in rounds: what one makes, what to expect of it, what a run with a drafter took.
 
     made(draft, drawn)           the tokens of one round: drafts that were right, and the token drawn behind them
     leftover(p, q)               what a token is drawn from, once a draft from q was refused
     expected_tokens(a, k)        tokens per round, if each draft token is right with chance a
     speedup(a, k, c, v)          times as fast as without; c and v in steps of one token
-    step_seconds(model, ...)     steps over k + 1 tokens of each of B requests, through the engine's fastest road
-    predicted_seconds(...)       the same by bytes and flops, for a machine
     machine_here(dtype)          this machine's two ceilings
     run(llm, prompts, params)    what an engine did, without its prompts: tokens, seconds, drafts and those kept
     race(model, prompts, ...)    the same with each of several drafters, in turn, the fastest of each
@@ -17,12 +15,10 @@ Story    notebooks/11_speculative_decoding.ipynb
 """
 
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 import torch
 
-from minserve.config import ModelConfig
 from minserve.engine import LLM
 from minserve.kernels.verify import walk
 from minserve.lab import roofline
@@ -30,7 +26,7 @@ from minserve.lab.measure import where_am_i
 from minserve.lab.roofline import Machine
 from minserve.model import Model
 from minserve.pages import pages_for
-from minserve.request import Draft, SamplingParams
+from minserve.request import SamplingParams
 from minserve.speculation import Drafter
 from minserve.step_log import StepRecord
 
@@ -58,51 +54,6 @@ def expected_tokens(a: float, k: int) -> float:
 
 def speedup(a: float, k: int, c: float, v: float) -> float:
     return expected_tokens(a, k) / (k * c + v)
-
-
-# ---------------------------------------------------------------- what a longer step costs
-class Wrong(Drafter):
-    """Proposes token 0 k times: what a step costs does not depend on whether the draft was right."""
-
-    name, k = "wrong", 15
-
-    def propose(self, plan):
-        return [Draft([0] * r.granted) if r.granted else None for r, _ in plan]
-
-
-def step_seconds(
-    model: Model, batches: Sequence[int], ks: Sequence[int], context: int = 64, rounds: int = 5
-) -> dict[int, dict[int, float]]:
-    """{B: {k: median seconds}}: k changes from step to step, so that a machine that slows down is unfair to none."""
-    found, V = {}, model.config.vocab_size
-    for B in batches:
-        room, drafter = context + (rounds * len(ks) + 2) * (max(ks) + 1), Wrong()
-        llm = LLM(
-            model, num_pages=B * pages_for(room, 16), token_budget=B * max(context, 16), max_running=B,
-            prefix_caching=False, drafter=drafter, adaptive=False,
-        )  # fmt: skip
-        asked = SamplingParams(max_tokens=room - context, ignore_eos=True)
-        for i in range(B):
-            llm.add([(7 * i + j) % V for j in range(context)], asked)
-        samples = {k: [] for k in ks}
-        for i, k in enumerate([0, max(ks), *rounds * list(ks)]):  # the prompts; a step that warms up
-            drafter.k = k
-            llm.step()
-            if i > 1:
-                samples[k].append(llm.log[-1].total)
-        llm.close()
-        found[B] = {k: median(its) for k, its in samples.items()}
-    return found
-
-
-def predicted_seconds(
-    config: ModelConfig, machine: Machine, batches: Sequence[int], ks: Sequence[int], context: int = 64
-) -> dict[int, dict[int, float]]:
-    """In 16 bits. Weights once, each request's keys and values once, and the flops of B (k + 1) tokens."""
-    seconds = lambda B, k: machine.seconds(
-        roofline.decode_bytes(config, B, context), roofline.decode_flops(config, B * (k + 1), context)
-    )
-    return {B: {k: seconds(B, k) for k in ks} for B in batches}
 
 
 def machine_here(dtype: torch.dtype) -> Machine:
