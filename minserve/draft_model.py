@@ -44,7 +44,7 @@ from minserve.pages import pages_for
 from minserve.quantized_cache import spans
 from minserve.request import Draft, Request
 from minserve.sampler import DRAWN, _best, draw
-from minserve.speculation import MOST_CHAIN, Drafter
+from minserve.speculation import Drafter
 
 SHORT = 3  # so many tokens besides the last one are caught up with in its own step, as rows of one token
 
@@ -75,7 +75,7 @@ class Table:
             plan=list(zip(owners, counts.tolist())), fresh=[], paid=[], owners=owners,
             ids=ids, positions=places[0], slots=places[1],
             starts=torch.cat((torch.zeros_like(sizes[0, :1]), sizes[0])), lengths=sizes[1],
-            tables=self.tables[: len(rows)] if len(rows) == rows[-1] + 1 else self.tables[to_device(rows, self.device)],
+            tables=self.tables[to_device(rows, self.device)],
             num_singles=singles * len(rows), counts=counts.tolist(), host_lengths=ends.tolist(),
             sampled=[], last=last, seats=last, made=[],
         )  # fmt: skip
@@ -111,15 +111,9 @@ class Steps:
 class StepByStep(Drafter):
     """What DraftModel and EarlyExit share: k steps, the tokens of each the input of the next."""
 
-    vocabulary = (
-        None  # [R] int64, the token that each row of the logits stands for; None: they are the tokens
-    )
+    vocabulary = None  # [R] int64, the token that each row of its logits stands for; None: all, in order
 
     def __init__(self, k: int, sampled: bool):
-        if not 1 <= k <= MOST_CHAIN:
-            raise ValueError(
-                f"{self.name}: k is {k}; a step verifies chains of 1 to {MOST_CHAIN} drafted tokens"
-            )
         self.k, self.sampled = k, sampled
 
     def start(self, engine, model: FusedModel, cache: PagedCache) -> None:
@@ -177,9 +171,8 @@ class StepByStep(Drafter):
         seats = np.array([r.seat for r in requests])
         places = np.array([len(r.tokens) - len(r.prompt) + len(made) for r in requests])
         if self.vocabulary is not None:
-            logits = logits.new_full((len(logits), self.vocab), -torch.inf).index_copy_(
-                1, self.vocabulary, logits
-            )
+            whole = logits.new_full((len(logits), self.vocab), -torch.inf)
+            logits = whole.index_copy_(1, self.vocabulary, logits)
         before = None
         if any(r.params.penalises for r in requests):
             before = [[int(step[b]) for step in made] for b in range(len(requests))]
@@ -191,9 +184,6 @@ class StepByStep(Drafter):
         else:
             u = send(uniform(sampler.whole[seats, 1], places, DRAFT))
             drawn = draw(x.clone(), temperature, top_k, top_p, min_p, u)
-        x[drawn < 0] = x.new_full((self.vocab,), -torch.inf).index_fill_(
-            0, send(np.array([0])), 0.0
-        )  # surely token 0
         return torch.where(send(sampler.asks[seats] & DRAWN > 0), drawn.clamp(min=0), tokens), x
 
 
@@ -216,14 +206,11 @@ class DraftModel(StepByStep):
         """Raises ValueError for a model that does not speak the target's tokens, or lies on another device."""
         model, config, pool = self.model, self.model.config, engine.pages
         check_speaks(model, self.vocabulary, engine.model)
-        # what left the target's window is somebody else's by now
-        windows = tuple(min(w or pool.window, pool.window) if pool.window else w for w in config.windows)
-        config, shape = (
-            replace(config, windows=windows),
-            (pool.num_pages, pool.page_size, model.dtype, model.device),
-        )
-        self.own = PagedCache(config, *shape, engine.cache.sinks)
-        self.pool, self.budget = pool, engine.scheduler.token_budget
+        if pool.window:  # what left the target's window is somebody else's by now
+            windows = tuple(min(window or pool.window, pool.window) for window in config.windows)
+            config = replace(config, windows=windows)
+        shape = pool.num_pages, pool.page_size, model.dtype, model.device, engine.cache.sinks
+        self.own, self.pool, self.budget = PagedCache(config, *shape), pool, engine.scheduler.token_budget
         self.filled = np.zeros(pool.num_pages, np.int64)
         seats = len(engine.packer.tokens)
         self.owner, self.done, self.certain = [None] * seats, [0] * seats, [0] * seats
@@ -283,17 +270,23 @@ class DraftModel(StepByStep):
 
 
 def check_speaks(draft: Model, vocabulary, target: Model) -> None:
-    rows, knows, V = len(draft.head), len(draft.embed_tokens.weight), target.config.vocab_size
-    speaks = rows if vocabulary is None else len(vocabulary)
-    if knows != V or speaks != rows or (vocabulary is None and rows != V):
+    rows, reads, V = len(draft.head), len(draft.embed_tokens.weight), target.config.vocab_size
+    if reads != V:
         raise ValueError(
-            f"the draft model reads {knows:,} tokens and scores {rows:,}"
-            f"{'' if vocabulary is None else f', for which its vocabulary has {speaks:,} ids'}; the target has {V:,}.\n"
-            f"  Use a draft model of the target's own tokenizer; where its head has fewer rows, give their ids as `vocabulary`."
+            f"the draft model's vocabulary has {reads:,} tokens and the target's {V:,}: their ids do not mean the same "
+            f"text.\n  Use a draft model with the target's tokenizer; `python -m minserve train draft` makes one"
         )
-    if vocabulary is not None and not 0 <= min(vocabulary) <= max(vocabulary) < V:
+    named = V if vocabulary is None else len(vocabulary)
+    if named != rows:
         raise ValueError(
-            f"the draft's vocabulary names ids {min(vocabulary):,} to {max(vocabulary):,}; the target's are 0 to {V - 1:,}"
+            f"the draft model's head scores {rows:,} tokens and its vocabulary names {named:,}: give DraftModel the "
+            f"`vocabulary` of its {rows:,} rows"
+        )
+    low, high = (0, 0) if vocabulary is None else map(int, torch.as_tensor(vocabulary).aminmax())
+    if not 0 <= low <= high < V:
+        raise ValueError(
+            f"the draft's vocabulary names ids {low:,} to {high:,}, and the target has 0 to {V - 1:,}: use a draft "
+            f"model with the target's tokenizer"
         )
     if draft.device != target.device:
         raise ValueError(

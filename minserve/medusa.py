@@ -85,6 +85,10 @@ class Medusa(Drafter):
 
         Raises ValueError for a tree that these heads cannot fill, or that one step cannot verify.
         """
+        if typical and not (0 < typical[0] <= 1 and typical[1] > 0):
+            raise ValueError(
+                f"medusa: typical is {typical}; it is (epsilon, delta), 0 < epsilon <= 1 and delta > 0"
+            )
         self.heads, self.top, self.typical = heads, top, typical
         accuracies = heads.about["accuracies"] if tree is None else None
         self.paths = (
@@ -104,12 +108,12 @@ class Medusa(Drafter):
         for i, path in enumerate(self.paths):
             if not 1 <= len(path) <= heads:
                 raise ValueError(
-                    f"medusa: node {path} lies {len(path)} deep, and there are {heads} heads, one for each depth: use a "
+                    f"medusa: node {path} lies {len(path)} deep, and each of the {heads} heads serves one depth: use a "
                     f"tree of depth 1 to {heads}"
                 )
             if not 0 <= min(path) <= max(path) < most:
                 raise ValueError(
-                    f"medusa: node {path} asks for candidate {max(path, key=abs)}; each head gives {most}, numbers 0 to "
+                    f"medusa: node {path} asks for candidate {max(path, key=abs)}; each head gives {most}, 0 to "
                     f"{most - 1}: use a larger `top` (at most {rows}), or smaller ranks"
                 )
             if path in self.paths[:i] or (len(path) > 1 and path[:-1] not in self.paths[:i]):
