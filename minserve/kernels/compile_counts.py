@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from minserve.kernels import triton
 
-ANY = ("splits", "tokens", "pages_stride", "halvings")  # integers that need not be multiples of 16
+ANY = ("splits", "tokens", "pages_stride", "halvings", "most")  # integers that need not be multiples of 16
 
 
 class Processor(NamedTuple):

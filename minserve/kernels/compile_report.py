@@ -49,6 +49,7 @@ from minserve.kernels import (
     silu_mul,
     stream,
     triton,
+    verify,
 )
 from minserve.kernels.compile_counts import compile_for, count
 
@@ -88,6 +89,13 @@ def cases(arch: str, dtype: str) -> list[tuple]:
          _types(f"logits {x} temperature *fp32 top_k *i64 top_p *fp64 min_p *fp64 seeds *i64 positions *i64 out *i64",
                 "logits_stride"),
          dict(STREAM=0, V=49_152, BLOCK=sample.BLOCK), dict(num_warps=8)),
+        ("verify", verify._verify_kernel,
+         _types(f"logits {x} chances *fp32 drafts *i64 temperature *fp32 top_k *i64 top_p *fp64 min_p *fp64 "
+                "seeds *i64 positions *i64 out *i64", "logits_stride chances_stride"),
+         dict(ACCEPT=verify.ACCEPT, V=49_152, BLOCK=verify.BLOCK), dict(num_warps=8)),
+        ("walk", verify._walk_kernel,
+         _types("tokens *i64 ids *i64 parents *i32 starts *i32 accepted *i1 path *i64", "most"),
+         dict(BLOCK=verify.MOST_PLACES), dict(num_warps=1)),
     ]  # fmt: skip
     rows += [  # Llama-3.1-8B's fused projection, on an H100
         (f"gemv {M}", gemv._gemv_kernel,
@@ -150,17 +158,18 @@ def _paged_cases(arch, dtype, x, D):
         paged_attention.tiles(D, DTYPES[dtype], arch, queries * HEADS["H"] // HEADS["G"])
         for queries in (1, paged_attention.MOST_QUERIES)
     )
-    plain = dict(HEADS, D=D, S=PAGE, WINDOW=None, SINKS=0)
+    plain, chains = dict(HEADS, D=D, S=PAGE, WINDOW=None, SINKS=0), dict(trees_ptr=None)
     window = plain | dict(WINDOW=4096, SINKS=4)
     rows = [
-        (f"paged_decode {D}", step, step_types, plain | one, {}),
+        (f"paged_decode {D}", step, step_types, plain | chains | one, {}),
+        (f"paged_decode {D} tree", step, step_types | dict(trees_ptr="*i64"), plain | one, {}),
         (f"paged_prefill {D}", chunk, chunk_types, plain | block, {}),
     ]
     if many != one:  # 16 queries are 64 rows; without matrix units they take four programs instead
-        rows += [(f"paged_decode {D} drafts", step, step_types, plain | many, {})]
+        rows += [(f"paged_decode {D} drafts", step, step_types, plain | chains | many, {})]
     if D == 128:
         rows += [
-            (f"paged_decode {D} window", step, step_types, window | one, {}),
+            (f"paged_decode {D} window", step, step_types, window | chains | one, {}),
             (f"paged_prefill {D} window", chunk, chunk_types, window | block, {}),
         ]
     return rows
@@ -179,7 +188,10 @@ def _quantized_cases(arch, dtype, x, D):
         step = _types(f"{pointers} *fp32 lse *fp32", "q_stride pages_stride tokens splits")
         one = quantized_attention.tiles(D, DTYPES[dtype], arch, HEADS["H"] // HEADS["G"], page)
         kernel = quantized_attention._quantized_decode_kernel
-        rows += [(f"paged_decode {D} {kind}", kernel, step, plain | one, {})]
+        rows += [(f"paged_decode {D} {kind}", kernel, step, plain | dict(trees_ptr=None) | one, {})]
+        if not page:
+            tree = step | dict(trees_ptr="*i64")
+            rows += [(f"paged_decode {D} tree {kind}", kernel, tree, plain | one, {})]
         if D == 64:
             continue
         chunk = _types(f"{pointers} {x}", "q_stride pages_stride")
@@ -217,6 +229,7 @@ NAIVE = {  # (kernel, what is naive) -> (what differs, the counts on which the t
 }  # fmt: skip
 WORD_BY_WORD = (
     "pack",
+    "walk",
     "int4 dequantize",
     "int8 dequantize",
 )  # single numbers; what these write is the traffic
@@ -297,6 +310,8 @@ def broken_gates(row: dict) -> list[str]:
         ("int8", "fp8")
     ):  # scales beside every key; values go to mma.sync's registers 8 at a time
         least = 0.1 if arch == "gfx942" else 0.35  # there keys do, too
+    if " tree" in kernel:  # each row's word, loaded once
+        least = min(least, 0.65)
     least = 0.0 if halves else least
     if streams and row["wide"] < least:
         wrong.append(f"only {row['wide']:.0%} of the bytes come in 128-bit loads")

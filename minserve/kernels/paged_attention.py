@@ -10,7 +10,7 @@ the table may be stale, past the length it may hold anything.
 
 With `trees` a query sees every j <= p - 63, and of the 63 last positions, its own the first of them, those whose bit
 is set: bit p - j of trees[t]. So the nodes of a tree of drafts lie one after another in the cache, and each sees its
-ancestors but no siblings. -1 is the plain rule. A position that no query of the row sees is, here too, never read.
+ancestors but no siblings. -1 is the plain rule. Hidden positions are read here and weigh 0: they must hold numbers.
 
 Shapes
     q         [T, H, D]        the queries of all rows, one after another; tokens may be strided
@@ -48,7 +48,7 @@ from minserve.kernels import (
 )
 from minserve.kernels.decode_attention import LOG2_E, MERGE_TILE, _merge_kernel, splits_for
 from minserve.kernels.decode_attention import tiles as decode_tiles
-from minserve.kernels.paged_check import check_paged
+from minserve.kernels.paged_check import check_paged, check_trees
 from minserve.kernels.prefill_attention import prefill_attention_reference
 
 MOST_QUERIES = 16  # of a row in one step of decode
@@ -99,12 +99,21 @@ def _tree_reference(q, k_cache, v_cache, pages, starts_q, lengths, trees):
 # ---------------------------------------------------------------- the kernels
 # fmt: off
 @triton.jit
+def on_branch(tree, position, j):
+    """[R, N]: does the tree of each row's query let it see the positions j?"""
+    back = position[:, None] - j[None, :]                                                      # [R, N]
+    low, high = tree.to(tl.int32)[:, None], (tree >> 32).to(tl.int32)[:, None]     # shifts of 64 bits would spill
+    bit = tl.where(back < 32, low, high) >> (back & 31) & 1                                    # [R, N]
+    return (back >= 63) | ((back >= 0) & (bit == 1))
+
+
+@triton.jit
 def attend_page_tile(
     running_max, running_sum, acc, q, k_ptr, v_ptr, table_ptr,
     k_stride_p, k_stride_s, v_stride_p, v_stride_s, scale,
     start, position, oldest, newest,                        # oldest .. newest and the sinks are mine to read
     MASKED: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, tree=None,                  # [R] words, if there are trees
 ):
     """One step of the online softmax: positions start .. start + BLOCK_N - 1 stream past the rows of q."""
     j = start + tl.arange(0, BLOCK_N)                                                          # [N]
@@ -126,6 +135,8 @@ def attend_page_tile(
         seen = (j[None, :] <= position[:, None]) & mine[None, :]                               # [R, N]
         if WINDOW is not None:
             seen = seen & ((j[None, :] > position[:, None] - WINDOW) | (j < SINKS)[None, :])
+        if tree is not None:
+            seen = seen & on_branch(tree, position, j)
         score = tl.where(seen, score, -float("inf"))
 
     new_max = tl.maximum(running_max, tl.max(score, axis=1))                                   # [R]
@@ -144,7 +155,7 @@ def attend_page_tile(
 
 @triton.jit
 def _paged_decode_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, starts_q_ptr, lengths_ptr,
+    q_ptr, k_ptr, v_ptr, pages_ptr, starts_q_ptr, lengths_ptr, trees_ptr,            # trees_ptr may be None
     out_ptr, lse_ptr,                                  # [splits, T, H, D], [splits, T, H] or None: 1 split
     q_stride, k_stride_p, k_stride_s, v_stride_p, v_stride_s, pages_stride,
     tokens, splits, scale,                                  # T; log2(e) / sqrt(D)
@@ -167,6 +178,9 @@ def _paged_decode_kernel(
     where = (q_start + token).to(tl.int64)                                                     # [R]
     q = tl.load(q_ptr + (where * q_stride + head * D)[:, None] + d[None, :], mask=own, other=0.0)     # [R, D]
     first = length - num_queries                            # position of the first query
+    position, tree = first + token, None                                                       # [R]
+    if trees_ptr is not None:
+        tree = tl.load(trees_ptr + where, mask=token < num_queries, other=0)                   # [R]
     table_ptr = pages_ptr + b.to(tl.int64) * pages_stride
     k_ptr += g * D                                          # my group's head, in every slot
     v_ptr += g * D
@@ -190,8 +204,8 @@ def _paged_decode_kernel(
             start = tl.where(i < sink_tiles, start, begin + (i - sink_tiles) * BLOCK_N)
         running_max, running_sum, acc = attend_page_tile(
             running_max, running_sum, acc, q, k_ptr, v_ptr, table_ptr,
-            k_stride_p, k_stride_s, v_stride_p, v_stride_s, scale, start, first + token, oldest, length - 1,
-            True, S, D, WINDOW, SINKS, BLOCK_N, BLOCK_D,
+            k_stride_p, k_stride_s, v_stride_p, v_stride_s, scale, start, position, oldest, length - 1,
+            True, S, D, WINDOW, SINKS, BLOCK_N, BLOCK_D, tree,
         )
 
     out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]    # [R, D]; rows that saw nothing: 0 / 1
@@ -207,7 +221,7 @@ def _paged_decode_kernel(
 # ---------------------------------------------------------------- the launcher
 def paged_decode(
     q, k_cache, v_cache, pages, starts_q, lengths, max_queries: int, max_length: int,
-    window: int | None = None, sinks: int = 0,
+    window: int | None = None, sinks: int = 0, trees=None,
 ):  # fmt: skip
     """Attend up to 16 new tokens per row over its pages. Shapes: see the module docstring."""
     if max_queries > MOST_QUERIES:
@@ -218,8 +232,9 @@ def paged_decode(
     check_paged(
         "paged_decode", q, k_cache, v_cache, pages, starts_q, lengths, max_queries, max_length, window, sinks
     )
+    check_trees("paged_decode", q, trees, window)
     if not on_triton(q):
-        return paged_attention_reference(q, k_cache, v_cache, pages, starts_q, lengths, window, sinks)
+        return paged_attention_reference(q, k_cache, v_cache, pages, starts_q, lengths, window, sinks, trees)
     H, D = q.shape[1:]
     B, G, R = len(lengths), k_cache.shape[2], H // k_cache.shape[2]
     block = tiles(D, q.dtype, architecture(q.device), max_queries * R)
@@ -227,12 +242,12 @@ def paged_decode(
     visible = max_length if window is None else min(max_length, window + max_queries - 1 + sinks)
     splits = splits_for(programs, triton.cdiv(visible, block["BLOCK_N"]), processors(q.device))
     case = q, k_cache, v_cache, pages, starts_q, lengths
-    return attend_in_splits(*case, max_queries, splits, window, sinks)
+    return attend_in_splits(*case, max_queries, splits, window, sinks, trees)
 
 
 def attend_in_splits(
     q, k_cache, v_cache, pages, starts_q, lengths, max_queries: int, splits: int,
-    window: int | None = None, sinks: int = 0,
+    window: int | None = None, sinks: int = 0, trees=None,
 ):  # fmt: skip
     """The launch itself, for a given number of splits: it changes the time, never the answer."""
     (T, H, D), B, (_, S, G, _) = q.shape, len(lengths), k_cache.shape
@@ -245,7 +260,7 @@ def attend_in_splits(
         partial = torch.empty((splits, T, H, D), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, T, H), dtype=torch.float32, device=q.device)
     _paged_decode_kernel[(B * G, splits, triton.cdiv(max_queries * (H // G), block["BLOCK_R"]))](
-        q, k_cache, v_cache, pages, starts_q, lengths, partial, lse,
+        q, k_cache, v_cache, pages, starts_q, lengths, trees, partial, lse,
         q.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], pages.stride(0),
         T, splits, LOG2_E * D**-0.5, H=H, G=G, D=D, S=S, WINDOW=window, SINKS=sinks, **block,
     )  # fmt: skip

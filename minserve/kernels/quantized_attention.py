@@ -33,7 +33,7 @@ from minserve.kernels.decode_attention import LOG2_E, MERGE_TILE, _merge_kernel,
 from minserve.kernels.kv_quantize import dequantize_rows, read_keys, read_values
 from minserve.kernels.paged_attention import MOST_QUERIES, paged_attention_reference
 from minserve.kernels.paged_attention import tiles as paged_tiles
-from minserve.kernels.paged_check import check_plan
+from minserve.kernels.paged_check import check_plan, check_trees
 from minserve.kernels.prefill_attention import prefill_attention_reference
 from minserve.kernels.quantized_check import check_int4, check_scaled
 from minserve.kernels.quantized_tiles import attend_fresh_tile, attend_stored_tile, quantized_tiles
@@ -86,7 +86,7 @@ def int4_attention_reference(
 @triton.jit
 def _quantized_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, fresh_k_ptr, fresh_v_ptr, home_ptr,  # 8 bits: no fresh, no home
-    pages_ptr, starts_q_ptr, lengths_ptr,
+    pages_ptr, starts_q_ptr, lengths_ptr, trees_ptr,        # trees_ptr may be None, and is with 4 bits
     out_ptr, lse_ptr,                                  # [splits, T, H, D], [splits, T, H] or None: 1 split
     q_stride, pages_stride, tokens, splits, scale,          # T; log2(e) / sqrt(D)
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
@@ -109,7 +109,11 @@ def _quantized_decode_kernel(
     where = (q_start + token).to(tl.int64)                                                     # [R]
     q = tl.load(q_ptr + (where * q_stride + head * D)[:, None] + d[None, :], mask=own, other=0.0)     # [R, D]
     first = length - num_queries                            # position of the first query
-    position = first + token                                                                   # [R]
+    position, tree = first + token, None                                                       # [R]
+    plain = first + 1                                       # positions that all queries see in full
+    if trees_ptr is not None:
+        tree = tl.load(trees_ptr + where, mask=token < num_queries, other=0)                   # [R]
+        plain = first - 62
     table_ptr = pages_ptr + b.to(tl.int64) * pages_stride
     BYTES: tl.constexpr = D // 2 if INT4 else D             # my group's head, in every slot
     k_ptr += g * BYTES
@@ -135,7 +139,7 @@ def _quantized_decode_kernel(
     share = tl.cdiv(tiles, splits)
     mine, end = split * share, tl.minimum((split + 1) * share, tiles)
     if WINDOW is None:                                      # tiles that all queries see in full need no mask
-        full = tl.maximum(mine, tl.minimum(end, tl.maximum(stop if INT4 else first + 1, 0) // STEP))
+        full = tl.maximum(mine, tl.minimum(end, tl.maximum(stop if INT4 else plain, 0) // STEP))
         for i in range(mine, full):
             running_max, running_sum, acc = attend_stored_tile(
                 running_max, running_sum, acc, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, scale,
@@ -150,7 +154,7 @@ def _quantized_decode_kernel(
         running_max, running_sum, acc = attend_stored_tile(
             running_max, running_sum, acc, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, scale,
             start, position, position, oldest, stop - 1,
-            True, INT4, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D,
+            True, INT4, S, G, D, WINDOW, SINKS, STEP, BLOCK_N, BLOCK_D, tree,
         )
     if INT4:
         place = tl.load(home_ptr + b).to(tl.int64) - stop   # of position 0 among the fresh tokens, were it there
@@ -173,7 +177,7 @@ def _quantized_decode_kernel(
 # ---------------------------------------------------------------- the launchers
 def scaled_decode(
     q, k_cache, v_cache, k_scales, v_scales, pages, starts_q, lengths, max_queries: int, max_length: int,
-    window: int | None = None, sinks: int = 0,
+    window: int | None = None, sinks: int = 0, trees=None,
 ):  # fmt: skip
     """Attend up to 16 new tokens per row over its 8-bit pages. Shapes: see the module docstring."""
     if max_queries > MOST_QUERIES:
@@ -185,9 +189,10 @@ def scaled_decode(
     limits = max_queries, max_length, window, sinks
     check_scaled("scaled_decode", *cache)
     check_plan("scaled_decode", q, k_cache, v_cache, *plan, *limits, q.shape[2])
+    check_trees("scaled_decode", q, trees, window)
     if not on_triton(q):
-        return scaled_attention_reference(q, *cache, *plan, window, sinks)
-    return attend_in_splits(q, cache, (None, None, None), plan, *limits)
+        return scaled_attention_reference(q, *cache, *plan, window, sinks, trees)
+    return attend_in_splits(q, cache, (None, None, None), plan, *limits, trees=trees)
 
 
 def int4_decode(
@@ -208,7 +213,8 @@ def int4_decode(
 
 
 def attend_in_splits(
-    q, cache, fresh, plan, max_queries: int, max_length: int, window: int | None, sinks: int, splits: int | None = None
+    q, cache, fresh, plan, max_queries: int, max_length: int, window: int | None, sinks: int,
+    splits: int | None = None, trees=None,
 ):  # fmt: skip
     """The launch itself. The number of splits changes the time, never the answer."""
     (T, H, D), B, (_, S, G, _) = q.shape, len(plan[2]), cache[0].shape
@@ -228,7 +234,7 @@ def attend_in_splits(
         partial = torch.empty((splits, T, H, D), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, T, H), dtype=torch.float32, device=q.device)
     _quantized_decode_kernel[(programs[0], splits, programs[1])](
-        q, *cache, *fresh, *plan, partial, lse, q.stride(0), plan[0].stride(0),
+        q, *cache, *fresh, *plan, trees, partial, lse, q.stride(0), plan[0].stride(0),
         T, splits, LOG2_E * D**-0.5, H=H, G=G, D=D, S=S, WINDOW=window, SINKS=sinks, **block,
     )  # fmt: skip
     if splits > 1:

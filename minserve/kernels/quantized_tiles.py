@@ -14,6 +14,7 @@ Story    notebooks/10_smaller_kv_cache.ipynb
 """
 
 from minserve.kernels import tl, triton
+from minserve.kernels.paged_attention import on_branch
 
 
 # fmt: off
@@ -47,6 +48,7 @@ def attend_stored_tile(
     start, position, limit, oldest, newest,     # a row sees up to its limit; oldest .. newest are mine to read
     MASKED: tl.constexpr, INT4: tl.constexpr, S: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    tree=None,                                              # [R] words, if there are trees
 ):
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)                                        # [N], [D]
     j = start + n                                                                              # [N]
@@ -63,6 +65,8 @@ def attend_stored_tile(
         seen = (j[None, :] <= limit[:, None]) & mine[None, :]                                  # [R, N]
         if WINDOW is not None:
             seen = seen & ((j[None, :] > position[:, None] - WINDOW) | (j < SINKS)[None, :])
+        if tree is not None:
+            seen = seen & on_branch(tree, position, j)
     if INT4:
         HALF: tl.constexpr = D // 2
         page = tl.load(table_ptr + start // S, mask=(start + STEP > oldest) | (start < SINKS), other=0).to(tl.int64)

@@ -46,10 +46,26 @@ Story    notebooks/11_speculative_decoding.ipynb
 
 import torch
 
-from minserve.kernels import check_packed
-from minserve.kernels.sample import ACCEPT, GREEDY_BELOW, check_rows, drawn, uniform, weights_reference
+from minserve.kernels import check_packed, on_triton, tl, triton
+from minserve.kernels.sample import (
+    ACCEPT,
+    COOLEST,
+    GREEDY_BELOW,
+    HOTTEST,
+    _best_of,
+    _cuts,
+    _kept,
+    _sum_kept,
+    _uniform,
+    check_rows,
+    drawn,
+    uniform,
+    weights_reference,
+)
 
 LEFT = 2.0**52  # positive parts of p - q sum to 1 at most
+MOST_PLACES = 64  # of a row: bits of a word
+BLOCK = 4096
 
 
 # ---------------------------------------------------------------- the definitions
@@ -84,6 +100,118 @@ def walk_reference(tokens, ids, parents, starts, most: int, accepted=None):
     return torch.tensor(paths, dtype=torch.int64, device=tokens.device).view(-1, most)
 
 
+# ---------------------------------------------------------------- the kernels
+# fmt: off
+@triton.jit
+def _remainder(weight, total, chance, chances):
+    """The positive part of p - q, of one tile: what a token has left that is drawn in place of a draft."""
+    more = weight.to(tl.float64) / total.to(tl.float64) - chance.to(tl.float64) / chances.to(tl.float64)
+    return (tl.maximum(more, 0.0) * 4503599627370496.0).to(tl.int64)                           # [BLOCK], 2^52
+
+
+@triton.jit
+def _verify_kernel(
+    logits_ptr, chances_ptr, drafts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
+    out_ptr, logits_stride, chances_stride, coolest, hottest,
+    ACCEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # Who am I?  One program = one place: a row of logits, one of chances, one draft.
+    r = tl.program_id(0).to(tl.int64)
+    row_ptr, q_ptr = logits_ptr + r * logits_stride, chances_ptr + r * chances_stride
+    temperature, draft = tl.load(temperature_ptr + r), tl.load(drafts_ptr + r)
+    best, first, broken = _best_of(row_ptr, V, BLOCK)
+    if broken:
+        tl.store(out_ptr + r, -1)
+    elif temperature < coolest:
+        tl.store(out_ptr + r, first.to(tl.int64))
+    else:
+        # What do both keep?  Without a draft, or with chances that are none, there is no q.
+        cool = tl.minimum(temperature, hottest)
+        top_k, top_p = tl.load(top_k_ptr + r), tl.load(top_p_ptr + r)
+        least = tl.ceil(tl.load(min_p_ptr + r) * 17179869184.0).to(tl.int64)
+        edge, ties = _cuts(row_ptr, best, cool, top_k, top_p, V, BLOCK)
+        total = _sum_kept(row_ptr, best, cool, edge, ties, least, V, BLOCK)
+        q_best, q_edge, q_ties, q_total = best, edge, ties, total
+        judged = draft >= 0
+        if judged:
+            q_best, _, q_broken = _best_of(q_ptr, V, BLOCK)
+            judged = q_broken == 0
+            if judged:
+                q_edge, q_ties = _cuts(q_ptr, q_best, cool, top_k, top_p, V, BLOCK)
+                q_total = _sum_kept(q_ptr, q_best, cool, q_edge, q_ties, least, V, BLOCK)
+
+        # Is the draft kept, and how much is left of p without q?
+        p_x, q_x, rest = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+        if judged:
+            left, q_left = ties, q_ties
+            for start in range(0, V, BLOCK):
+                weight, on_edge = _kept(row_ptr, start, best, cool, edge, left, least, V, BLOCK)
+                chance, q_on_edge = _kept(q_ptr, start, q_best, cool, q_edge, q_left, least, V, BLOCK)
+                own = start + tl.arange(0, BLOCK) == draft                                     # [BLOCK]
+                p_x += tl.sum(tl.where(own, weight, 0), axis=0)
+                q_x += tl.sum(tl.where(own, chance, 0), axis=0)
+                rest += tl.sum(_remainder(weight, total, chance, q_total), axis=0)
+                left -= on_edge
+                q_left -= q_on_edge
+        u = _uniform(seeds_ptr, positions_ptr, r, ACCEPT)
+        p, q = p_x.to(tl.float64) / total.to(tl.float64), q_x.to(tl.float64) / q_total.to(tl.float64)
+        if (q_x > 0) & (u * q < p):
+            tl.store(out_ptr + r, draft)
+        else:
+            # Who wins instead?  As in sample, with tickets for what is left, or for p where there was nothing to judge.
+            judged = (q_x > 0) & (rest > 0)
+            tickets = tl.where(judged, rest, total)
+            u = _uniform(seeds_ptr, positions_ptr, r, 0)
+            target = tl.minimum((u * tickets.to(tl.float64)).to(tl.int64), tickets - 1)
+            passed, token = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+            left, q_left = ties, q_ties
+            for start in range(0, V, BLOCK):
+                weight, on_edge = _kept(row_ptr, start, best, cool, edge, left, least, V, BLOCK)
+                left -= on_edge
+                if judged:
+                    chance, q_on_edge = _kept(q_ptr, start, q_best, cool, q_edge, q_left, least, V, BLOCK)
+                    weight = _remainder(weight, total, chance, q_total)
+                    q_left -= q_on_edge
+                token += tl.sum((tl.cumsum(weight, axis=0) + passed <= target).to(tl.int64), axis=0)
+                passed += tl.sum(weight, axis=0)
+            tl.store(out_ptr + r, token)
+
+
+@triton.jit
+def _walk_kernel(
+    tokens_ptr, ids_ptr, parents_ptr, starts_ptr, accepted_ptr, path_ptr, most, BLOCK: tl.constexpr,
+):
+    # Who am I?  One program = one row; its places are bits of a word, and lanes.
+    b = tl.program_id(0)
+    start = tl.load(starts_ptr + b)
+    places = tl.load(starts_ptr + b + 1) - start
+    c = tl.arange(0, BLOCK)                                                                    # [BLOCK]
+    child = (c > 0) & (c < places)                                                             # [BLOCK]
+    parent = tl.load(parents_ptr + start + c, mask=child, other=0)                             # [BLOCK]
+    drawn = tl.load(tokens_ptr + start + parent, mask=child, other=-1)                         # [BLOCK]
+    follows = tl.load(ids_ptr + start + c, mask=child, other=-1) == drawn                      # [BLOCK]
+    if accepted_ptr is not None:
+        follows = follows | (tl.load(accepted_ptr + start + c, mask=child, other=0) != 0)
+    follows = follows & (drawn >= 0) & child                                                   # [BLOCK]
+
+    # How far does it go?  Down the tree, level by level; the last place that is reached first ends the path.
+    level = (places > 0).to(tl.int64)
+    depth, end = level.to(tl.int32), 0
+    for step in range(1, most):
+        reached = follows & ((level >> parent.to(tl.int64) & 1) == 1)                          # [BLOCK]
+        level = tl.sum(tl.where(reached, tl.full([], 1, tl.int64) << c.to(tl.int64), 0), axis=0)
+        if level != 0:
+            depth = step + 1
+            end = tl.min(tl.where(reached, c, BLOCK), axis=0)
+    for step in range(0, most):
+        at = most - 1 - step
+        on = at < depth
+        tl.store(path_ptr + b.to(tl.int64) * most + at, tl.where(on, start + end, -1).to(tl.int64))
+        before = tl.load(parents_ptr + start + end, mask=on & (at > 0), other=0)
+        end = tl.where(on, before, end)
+# fmt: on
+
+
 # ---------------------------------------------------------------- the launchers
 def verify(logits, chances, drafts, temperature, top_k, top_p, min_p, seeds, positions):
     """One token per place. Shapes: see the module docstring."""
@@ -95,7 +223,16 @@ def verify(logits, chances, drafts, temperature, top_k, top_p, min_p, seeds, pos
             f"verify: chances {list(chances.shape)} on {chances.device} must have a row for each of the logits, "
             f"{list(logits.shape)} on {logits.device}; a draft without chances is -1 in drafts"
         )
-    return verify_reference(logits, chances, drafts, *cuts, *numbers)
+    if not on_triton(logits):
+        return verify_reference(logits, chances, drafts, *cuts, *numbers)
+    (R, V), out = logits.shape, torch.empty_like(drafts)
+    if R:
+        block = min(BLOCK, triton.next_power_of_2(V))
+        _verify_kernel[(R,)](
+            logits, chances, drafts, *cuts, *numbers, out, logits.stride(0), chances.stride(0),
+            COOLEST, HOTTEST, ACCEPT=ACCEPT, V=V, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    return out
 
 
 def walk(tokens, ids, parents, starts, most: int, accepted=None):
@@ -119,4 +256,10 @@ def walk(tokens, ids, parents, starts, most: int, accepted=None):
         raise ValueError(
             f"walk: {most} places per path and {len(starts)} starts; there must be 1 at least of each"
         )
-    return walk_reference(tokens, ids, parents, starts, most, accepted)
+    if not on_triton(tokens):
+        return walk_reference(tokens, ids, parents, starts, most, accepted)
+    B = len(starts) - 1
+    path = torch.empty((B, most), dtype=torch.int64, device=tokens.device)
+    if B:
+        _walk_kernel[(B,)](tokens, ids, parents, starts, accepted, path, most, BLOCK=MOST_PLACES, num_warps=1)
+    return path
