@@ -1,6 +1,7 @@
 """The benchmarks run, on tiny models; reports keep the schema and compare equal work. No speed is claimed."""
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -15,8 +16,9 @@ from minserve.config import SHAPES, ModelConfig, RopeConfig
 from minserve.engine import Engine
 from minserve.kernels import native
 from minserve.kv_cache import KVCache
-from minserve.lab.report import Report
-from minserve.lab.roofline import Ceilings
+from minserve.lab import figures
+from minserve.lab.report import Report, Row
+from minserve.lab.roofline import Ceilings, Machine
 from minserve.model import Model
 from minserve.prefill_decode import attend_afresh, generate, prefill
 from minserve.request import SamplingParams
@@ -278,32 +280,65 @@ def climb(tmp_path, *words) -> int:
 def test_the_ladder_measures_draws_and_prints(tmp_path, capsys):
     assert climb(tmp_path) == 0
     report = Report.load(tmp_path / "data" / "ladder.json")
-    assert [row.case for row in report.rows] == [rung.name for rung in ladder.RUNGS]
-    one, _, many, *_, shared, compiled, overlap, int8, int4 = report.rows
+    cases, names = [row.case for row in report.rows], [rung.name for rung in ladder.RUNGS]
+    assert cases[:-2] == names[:-2] and all(map(str.startswith, cases, names))
+    one, _, many, *_, shared, compiled, overlap, int8, int4, copying, free = report.rows
+    for row in (copying, free):
+        assert re.search(r", \d+\.\d\dx$", row.case) and "without drafts" in row.note
     assert int4.bound > int8.bound > overlap.bound
     assert compiled.bound == overlap.bound == shared.bound and "nothing to gain on a CPU" in overlap.note
     assert 0 < one.bound < many.bound < shared.bound and one.unit == "tok/s" and "tiny in" in report.where
     assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
     out, err = capsys.readouterr()
-    assert "prefix caching" in out and "of bound" not in err and "measuring 10 rungs" in err
+    assert "prefix caching" in out and "of bound" not in err and "measuring 12 rungs" in err
 
 
 def test_every_rung_says_which_step_it_takes(monkeypatch):
-    asked = []
+    asked, drafters = [], []
 
     class Spy(ladder.LLM):
         def __init__(self, model, **options):
             asked.append((options["step"], options["overlap"]))
+            drafters.append(options.get("drafter"))
             super().__init__(model, **options)
 
     monkeypatch.setattr(ladder, "LLM", Spy)
     model = Model.random(TINY)
     ladder.compare(model, ladder.make_work(TINY, 6).first(2, 4))
-    assert asked == [("plain", False)] * 4 + [("graph", False), ("graph", True)]
-    assert [(r.name, r.weights) for r in ladder.RUNGS[-2:]] == [
+    assert asked == [("plain", False)] * 4 + [("graph", False), ("graph", True)] and not any(drafters)
+    ladder.compare(model, ladder.make_work(TINY, 6).first(2, 4), [ladder.WITHOUT, *ladder.RUNGS[-2:]])
+    assert asked[6:] == [("graph", False)] * 3 and drafters[6:] == [None, "ngram", "ngram"]
+    assert [(r.name, r.weights) for r in ladder.RUNGS[-4:-2]] == [
         ("INT8 weights", "int8"),
         ("INT4 weights", "int4"),
     ]
+
+
+def test_drafts_have_a_work_of_their_own_and_a_bound_above_the_others():
+    """Kept drafts save readings of the weights, so that bound is higher: by less than the 9 places of a step."""
+    machine, work = Machine("imagined", 30e9, 1e15), ladder.make_work(TINY, 40)
+    copying, int4 = ladder.RUNGS[-2], ladder.RUNGS[-3]
+    bound = lambda rung: ladder.bound_of(rung, TINY, machine, work, 2, 2 * TINY.num_params_read)
+    plain = bound(replace(int4, shares=False))
+    assert bound(replace(copying, own=None)) == plain < bound(copying) < 9 * plain
+    slow = replace(
+        machine, flops=1e9
+    )  # computing is the wait: a token costs what it costs, however many at once
+    same = [
+        ladder.bound_of(rung, TINY, slow, work, 2, 2 * TINY.num_params_read)
+        for rung in (copying, ladder.WITHOUT)
+    ]
+    assert same[0] == pytest.approx(same[1], rel=0.02)
+    assert ladder.gain([2.0, 6.0, 5.0], [1.0, 4.0, 2.0]) == ", 2.00x"
+
+
+def test_the_title_compares_what_is_comparable(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(figures, "save", lambda ax, path, title, where: titles.append(title))
+    cases = [("no cache", 10.0), ("compiled step", 400.0), ("n-gram speculation, copy-heavy, 3.00x", 900.0)]
+    rows = [Row(case, "tok/s", [rate], 1000.0) for case, rate in cases]
+    ladder.draw(Report("ladder", "", "here", {}, "", "", rows), tmp_path / "x.png")
+    assert titles == ["From no cache to compiled step: 40.0 times the tokens per second"]
 
 
 def test_making_an_engine_is_not_timed(monkeypatch):

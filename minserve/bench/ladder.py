@@ -9,6 +9,8 @@
     compiled step        the same, a step being recorded calls of compiled kernels; on a GPU a CUDA graph
     overlap              the next step is scheduled while this one computes
     INT8, INT4 weights   the compiled step over fewer bytes; what they say differs, and by how much stands in the label
+    n-gram speculation   what followed the last time is proposed, and checked in one step. Two works of its own, real
+                         prompts, 4 at a time: the label says how many times the same without it
 
 First the rungs must say the same: equal tokens in fp32, where roundings do not change the answer. Only then
 are they timed, alternately, in the dtype this machine is good at. Quantized weights are other weights: their rungs must
@@ -17,7 +19,8 @@ Work     32 requests behind one system prompt, answers of many lengths; the firs
          tok/s counts output tokens over the whole time, prompts included. A slow machine makes shorter answers.
          An engine is made before its time starts: recording its steps is part of `bench cold-start`.
 Bound    one request: prompt and every token at the roofs. Many: all prompts at the roofs, then all requests decode
-         together, as if memory had no end; from prefix caching on, what is shared is computed once.
+         together, as if memory had no end; from prefix caching on, what is shared is computed once. With drafts:
+         as if all of them were kept.
 Story    README.md, The ladder
 """
 
@@ -28,11 +31,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from minserve.bench.common import TINY, Around, Options, add_model_arguments, affordable, label, load, on_gpu
 from minserve.bench.decode_quant import SCHEMES, bytes_read
+from minserve.bench.spec_work import works as spoken_works
 from minserve.bench.workload import PAGE, Work, pool_for, ragged, reserving, serve, uniform
 from minserve.calibration import calibration_text, evaluation_text, quantize_model
 from minserve.config import SHAPES, ModelConfig
@@ -48,9 +53,11 @@ from minserve.pages import PagePool
 from minserve.prefill_decode import generate, generate_without_cache
 from minserve.request import SamplingParams
 from minserve.scheduler import Scheduler, StaticBatching
+from minserve.speculation import NGram
 from minserve.text import Tokenizer
 
 REQUESTS, SYSTEM, ROOM = 32, 64, 8  # how many, how much they share, how many of the longest the memory holds
+SPOKEN, AT_ONCE = 8, 4  # real prompts of each kind, and how many are served together
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Rung:
     single: bool = False  # one request at a time: measured on one of them
     shares: bool = False
     weights: str | None = None  # "int8", "int4"; None: as the model has them
+    own: str | None = None  # a work of its own, "copy" or "free"; measured without its drafts as well
 
 
 def alone(make):
@@ -73,14 +81,14 @@ def alone(make):
     return run
 
 
-def together(policy=Scheduler, paged: bool = True, prefix: bool = True, step="plain", overlap=False):
-    """All requests at once, in memory for ROOM of the longest."""
+def together(policy=Scheduler, paged: bool = True, prefix: bool = True, seats: int = REQUESTS, **how):
+    """All requests at once, or `seats`, in memory for ROOM of the longest."""
+    how = dict(step="plain", overlap=False) | how
 
     def run(model: Model, work: Work) -> tuple[float, list[list[int]]]:
         llm = LLM(
-            model, page_size=PAGE, num_pages=pool_for(ROOM, work.longest), max_running=REQUESTS, policy=policy,
-            pool=PagePool if paged else reserving(work.longest), prefix_caching=prefix,
-            step=step, overlap=overlap,
+            model, page_size=PAGE, num_pages=pool_for(ROOM, work.longest), max_running=seats, policy=policy,
+            pool=PagePool if paged else reserving(work.longest), prefix_caching=prefix, **how,
         )  # fmt: skip
         seconds, outputs = serve(llm, work)
         return seconds, [output.tokens for output in outputs]
@@ -88,6 +96,8 @@ def together(policy=Scheduler, paged: bool = True, prefix: bool = True, step="pl
     return run
 
 
+few = partial(together, prefix=False, seats=AT_ONCE, step="graph")
+WITHOUT = Rung("the same without drafts", few())
 RUNGS = [
     Rung("no cache", alone(generate_without_cache), single=True),
     Rung("KV cache", alone(generate), single=True),
@@ -99,6 +109,8 @@ RUNGS = [
     Rung("overlap" if on_gpu() else "overlap (for a GPU)", together(step="graph", overlap=True), shares=True),
     Rung("INT8 weights", together(step="graph"), shares=True, weights="int8"),
     Rung("INT4 weights", together(step="graph"), shares=True, weights="int4"),
+    Rung("n-gram speculation, copy-heavy", few(drafter="ngram"), own="copy"),
+    Rung("n-gram speculation, free text", few(drafter="ngram"), own="free"),
 ]
 CALIBRATION, EVALUATION = (
     8192,
@@ -139,6 +151,8 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
     compare(exact, small)
     for rung in filter(lambda rung: rung.weights, RUNGS):
         compare(rounded(options, torch.float32, rung.weights), small.first(2, 3), [RUNGS[1], rung])
+    for kind, its in spoken_works(options.model, exact, 5, 6).items():
+        compare(exact, its, [WITHOUT, *(rung for rung in RUNGS if rung.own == kind)])
     model = exact if options.dtype == torch.float32 else load(options.model, options.dtype)
     if not fixed_dtype and not on_gpu():
         model = quicker(model, exact, small.prompts[0])
@@ -153,8 +167,10 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
         f"{REQUESTS} requests of {min(map(len, work.prompts))}-{max(map(len, work.prompts))} prompt tokens"
     )
     say(f"measuring {len(RUNGS)} rungs in {options.dtype_name}: {answers}, {work.new_tokens:,} new ones")
-    works = {rung: one if rung.single else work for rung in RUNGS}
+    own = spoken_works(options.model, model, SPOKEN, longest)
+    works = {rung: own[rung.own] if rung.own else one if rung.single else work for rung in RUNGS}
     sides = {rung: partial(rate, rung, models[rung.weights], works[rung]) for rung in RUNGS}
+    sides |= {rung.own: partial(rate, WITHOUT, model, works[rung]) for rung in RUNGS if rung.own}
     with Around(options) as around:
         each = options.progress("rungs")
         samples = in_turn(sides, warmup=0, repeats=options.repeats, at_most=options.at_most, each=each)
@@ -164,8 +180,13 @@ def run(options: Options, fixed_dtype: bool = True) -> Report:
         size = bytes_read(models[rung.weights])
         bound = bound_of(rung, model.config, around.machine, works[rung], model.dtype.itemsize, size)
         note = options.note(remark(rung), around.note if rung is RUNGS[-1] else "")
-        report.add(Row(rung.name + labels.get(rung.weights, ""), "tok/s", samples[rung], bound, note=note))
+        more = gain(samples[rung], samples[rung.own]) if rung.own else labels.get(rung.weights, "")
+        report.add(Row(rung.name + more, "tok/s", samples[rung], bound, note=note))
     return report
+
+
+def gain(rates: list[float], without: list[float]) -> str:
+    return f", {median(a / b for a, b in zip(rates, without)):.2f}x"
 
 
 def quantized(options: Options, model: Model) -> tuple[dict[str | None, Model], dict[str, str]]:
@@ -197,6 +218,8 @@ def remark(rung: Rung) -> str:
     """What this machine cannot show of it."""
     if rung.name == "overlap (for a GPU)":
         return "nothing to gain on a CPU: the cores that schedule are those that compute"
+    if rung.own:
+        return f"{SPOKEN} prompts of its own, {AT_ONCE} at a time; x: times the same without drafts"
     if rung.name == "compiled step" and (why_not := native.usable()):
         return f"not compiled here: {why_not.splitlines()[0]}"
     return ""
@@ -216,11 +239,11 @@ def bound_of(
         prompts = [SYSTEM, *(n - SYSTEM for n in prompts)]
     flops = sum(prefill_flops(config, n, rows=1) for n in prompts)
     seconds = machine.seconds(prefill_bytes(config, sum(prompts), itemsize) - saved, flops)
-    context = sum(prompts) // len(prompts)
-    for step in range(1, max(work.lengths)):  # the first token of each comes with its prompt
-        alive = sum(n > step for n in work.lengths)
-        nbytes = decode_bytes(config, alive, context + step, itemsize) - saved
-        seconds += machine.seconds(nbytes, decode_flops(config, alive, context + step))
+    context, each = sum(prompts) // len(prompts), 1 + NGram().k if rung.own else 1
+    for step in range(1, max(work.lengths), each):  # the first token of each comes with its prompt
+        alive = [min(each, n - step) for n in work.lengths if n > step]  # tokens of each
+        nbytes = decode_bytes(config, len(alive), context + step, itemsize) - saved
+        seconds += machine.seconds(nbytes, decode_flops(config, sum(alive), context + step))
     return work.new_tokens / seconds
 
 
@@ -230,7 +253,7 @@ def greedy(new: int) -> SamplingParams:
 
 def compare(model: Model, work: Work, rungs: list[Rung] | None = None) -> None:
     """Raises RuntimeError at the first token on which a rung differs from the first of them."""
-    first, *others = rungs or [rung for rung in RUNGS if not rung.weights]
+    first, *others = rungs or [rung for rung in RUNGS if not rung.weights and not rung.own]
     _, expected = first.serve(model, work)
     for rung in others:
         for i, (got, should) in enumerate(zip(rung.serve(model, work)[1], expected)):
@@ -265,9 +288,10 @@ def draw(report: Report, path: Path) -> None:
     rungs = [(row.case, row.median, row.bound) for row in report.rows]
     ax = figures.ladder(figures.axes(6.4, 0.6 + 0.5 * len(rungs)), rungs)
     (first, slow, _), *_ = rungs
-    most = max(rate for _, rate, _ in rungs)
+    climbed = [its for its in rungs if "speculation" not in its[0]]  # the others serve another work
+    most = max(rate for _, rate, _ in climbed)
     last, fast, _ = next(
-        rung for rung in rungs if rung[1] > 0.97 * most
+        rung for rung in climbed if rung[1] > 0.97 * most
     )  # a later one must gain more than that
     figures.save(
         ax, path, f"From {first} to {last}: {fast / slow:.1f} times the tokens per second", report.where
