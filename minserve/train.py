@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, help="train for so many steps instead: the same result on any day"
     )
-    parser.add_argument("--conversations", type=int, default=1152, help="that the model has with itself")
+    parser.add_argument("--conversations", type=int, default=1024, help="that the model has with itself")
     parser.add_argument("--vocabulary", type=int, default=6144, help="tokens that a draft may name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a model folder or a hub id; default: SmolLM2-135M-Instruct")

@@ -29,19 +29,21 @@ from minserve.model import Model
 from minserve.study import LAST, Conversation, Study, frequent, run
 from minserve.trained import MedusaHeads, weights_of
 
-RATES = {"medusa": 1e-3, "exit": 1e-3, "draft": 2e-3}  # learning rates, at their highest
-BATCH = {"medusa": 1024, "exit": 1024, "draft": 16}  # places, or conversations
+RATES = {"medusa": 4e-3, "exit": 2e-3, "draft": 2e-3}  # learning rates, at their highest
+BATCH = {"medusa": 512, "exit": 512, "draft": 8}  # places, or conversations
 WARMUP = 0.02  # of the training
 LONGEST = 8  # drafts of a chain whose acceptance is measured
 RANKS = 10  # guesses of a Medusa head whose acceptance is measured
 
 
 # ---------------------------------------------------------------- guess, shift, compare
-def compare(logits, study: Study, places):
-    """Cross entropy of guesses [n, R] to the target's chances at `places` [n]."""
-    ids, chances = study.to(places, study.ids).long(), study.to(places, study.chances)  # [n, FEW]
+def compare(logits, study: Study, places, inside=None):
+    """Cross entropy of guesses [..., R] to the target's chances at `places` [...]; the mean of those `inside`."""
+    places = places.clamp_max(len(study.tokens) - 1)
+    ids, chances = study.to(places, study.ids).long(), study.to(places, study.chances)  # [..., FEW]
     logits = logits.float()
-    return (logits.logsumexp(-1) - (logits.gather(-1, ids) * chances).sum(-1)).mean()
+    each = logits.logsumexp(-1) - (logits.gather(-1, ids) * chances).sum(-1)
+    return (each if inside is None else each[inside.to(each.device)]).mean()
 
 
 def seen(part, study: Study, key, places):
@@ -51,12 +53,9 @@ def seen(part, study: Study, key, places):
 
 def medusa_loss(part, study: Study, places):
     logits = part(seen(part, study, LAST, places))  # [n, m, R]
-    losses = []
-    for h in range(logits.shape[1]):
-        shifted = places + 1 + h
-        inside = shifted + 1 < study.ends[places]  # an answer's last tokens have no m successors
-        losses.append(compare(logits[inside.to(logits.device), h], study, shifted[inside]))
-    return sum(losses) / len(losses)
+    shifted = places[:, None] + 1 + torch.arange(logits.shape[1])  # [n, m]
+    inside = shifted + 1 < study.ends[places][:, None]  # an answer's last tokens have no m successors
+    return compare(logits, study, shifted, inside)
 
 
 def exit_loss(part, study: Study, places):
