@@ -154,9 +154,8 @@ class Medusa(Drafter):
         if not able:
             return [None] * len(plan)
         logits = self.heads(self.hidden[[r.seat for r in able]])  # [B, m, R]
-        best = self.heads.vocabulary[
-            logits.topk(1 + max(map(max, self.paths))).indices
-        ].tolist()  # [B][m][ranks]
+        ranked = logits.topk(1 + max(map(max, self.paths))).indices
+        best = self.heads.vocabulary[ranked].tolist()  # [B][m][ranks]
         drafts = {}
         for request, its in zip(able, best):
             paths, parents = self.shape(min(request.granted, self.k))
