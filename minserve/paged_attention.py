@@ -162,9 +162,9 @@ class PagedCache:
     def singles(self, layer: int, q, rows: "Rows", native=None):
         pools = self.k[layer], self.v[layer]
         if native:
-            return native.attend(q, *pools, rows.tables, rows.lengths, *self.seen(layer), *rows.branches)
+            return native.attend(q, *pools, rows.tables, rows.lengths, *self.seen(layer), rows.trees)
         its = rows.tables, rows.starts, rows.lengths, 1, rows.most
-        return paged_decode(q, *pools, *its, *self.seen(layer), *rows.branches)
+        return paged_decode(q, *pools, *its, *self.seen(layer), rows.trees)
 
     def chunks(self, layer: int, q, rows: "Rows"):
         pools = self.k[layer], self.v[layer]
@@ -191,10 +191,6 @@ class Rows(NamedTuple):
         None  # [B] int64, where what has no page yet begins (quantized_cache.Int4Cache)
     )
     trees: torch.Tensor | None = None  # [B] int64, which of the last positions a drafted token sees
-
-    @property
-    def branches(self):
-        return () if self.trees is None else (self.trees,)
 
 
 class Gathered:

@@ -69,11 +69,9 @@ class ScaledCache(PagedCache):
     def singles(self, layer, q, rows, native=None):
         pools = [pool[layer] for pool in self.pools]
         if native:
-            return native.attend_scaled(
-                q, *pools, rows.tables, rows.lengths, *self.seen(layer), *rows.branches
-            )
+            return native.attend_scaled(q, *pools, rows.tables, rows.lengths, *self.seen(layer), rows.trees)
         its = rows.tables, rows.starts, rows.lengths, 1, rows.most
-        return scaled_decode(q, *pools, *its, *self.seen(layer), *rows.branches)
+        return scaled_decode(q, *pools, *its, *self.seen(layer), rows.trees)
 
     def chunks(self, layer, q, rows):
         pools = [pool[layer] for pool in self.pools]
