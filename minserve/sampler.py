@@ -135,9 +135,11 @@ class Sampler:
             where = self._send(rows)
             x = logits.index_select(0, where).float()
             self._adjust(x, seats[rows], asks[rows], drafts and [drafts.before[i] for i in rows])
-            tokens[where] = self._choose(x, seats[rows], positions[rows], asks[rows])
-            if drafts and (judged := [i for i in range(len(rows)) if rows[i] in drafts.chances]):
-                tokens[where[judged]] = self._judge(x, rows, judged, seats, positions, drafts)
+            judged = [i for i in range(len(rows)) if rows[i] in drafts.chances] if drafts else []
+            theirs = self._judge(x, rows, judged, seats, positions, drafts) if judged else None
+            tokens[where] = self._choose(x, seats[rows], positions[rows], asks[rows])  # x is used up
+            if judged:
+                tokens[where[judged]] = theirs
         return tokens
 
     def note(self, seats, tokens) -> None:
