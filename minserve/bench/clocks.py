@@ -40,7 +40,7 @@ def all_native(compute, batch) -> bool:
     """Whether the step is native kernels and nothing else, so that no profiler is needed."""
     model = getattr(compute, "model", None)
     return bool(
-        model and model.native and len(batch.ids) <= model.few and batch.num_singles == len(batch.plan)
+        model and model.native and len(batch.ids) <= model.few and batch.num_singles == len(batch.counts)
     )
 
 

@@ -130,7 +130,7 @@ def at_once(room: Room, model, tokens: int) -> float:
 
 def nothing(model, batch):
     """In the place of a model: the same token for all."""
-    return torch.zeros(len(batch.last), model.config.vocab_size, device=model.device), None
+    return torch.zeros(len(batch.last), model.config.vocab_size, device=model.device), None, None
 
 
 # ---------------------------------------------------------------- decoding
