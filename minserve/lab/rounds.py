@@ -3,7 +3,6 @@
     made(draft, drawn)           the tokens of one round: drafts that were right, and the token drawn behind them
     leftover(p, q)               what a token is drawn from, once a draft from q was refused
     expected_tokens(a, k)        tokens per round, if each draft token is right with chance a
-    speedup(a, k, c, v)          times as fast as without; c and v in steps of one token
     machine_here(dtype)          this machine's two ceilings
     run(llm, prompts, params)    what an engine did, without its prompts: tokens, seconds, drafts and those kept
     race(model, prompts, ...)    the same with each of several drafters, in turn, the fastest of each
@@ -50,10 +49,6 @@ def leftover(p: Sequence[float], q: Sequence[float]) -> list[float]:
 def expected_tokens(a: float, k: int) -> float:
     """1 + a + a^2 + ... + a^k: draft i is kept if it and all before it are right, and one token comes on top."""
     return (1 - a ** (k + 1)) / (1 - a) if a < 1 else k + 1.0
-
-
-def speedup(a: float, k: int, c: float, v: float) -> float:
-    return expected_tokens(a, k) / (k * c + v)
 
 
 def machine_here(dtype: torch.dtype) -> Machine:
