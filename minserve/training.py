@@ -29,7 +29,7 @@ from minserve.model import Model
 from minserve.study import LAST, Conversation, Study, frequent, run
 from minserve.trained import MedusaHeads, weights_of
 
-RATES = {"medusa": 4e-3, "exit": 2e-3, "draft": 2e-3}  # learning rates, at their highest
+RATES = {"medusa": 4e-3, "exit": 3e-3, "draft": 3e-3}  # learning rates, at their highest
 BATCH = {"medusa": 512, "exit": 512, "draft": 8}  # places, or conversations
 WARMUP = 0.02  # of the training
 LONGEST = 8  # drafts of a chain whose acceptance is measured

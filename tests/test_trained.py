@@ -1,14 +1,18 @@
 """Trained parts: what a file holds comes back, whose it is is known, and what is not whole or not ours is refused."""
 
+import copy
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from wrong_versions import wrong_version
 
+import minserve.trained
 from minserve import self_text, train
 from minserve.calibration import quantize_model
 from minserve.engine import Engine
@@ -26,17 +30,20 @@ SIZES = {
 }
 
 
+STATES = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
+
+
 @pytest.fixture(scope="module")
 def model(checkpoints):
     return load(checkpoints("smollm2"))
 
 
-def made(kind, model, seed=0):
+def made(kind, model, module=minserve.trained, seed=0):
     """A part with random weights over every third token."""
-    part = build(kind, model, torch.arange(0, model.config.vocab_size, 3), SIZES[kind])
+    part = module.build(kind, model, torch.arange(0, model.config.vocab_size, 3), SIZES[kind])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in weights_of(part).values():
+        for weight in module.weights_of(part).values():
             weight.normal_(std=0.3, generator=generator)
     return part
 
@@ -103,18 +110,21 @@ def test_untrained_heads_say_what_the_targets_own_head_says(model):
     torch.testing.assert_close(scores, logits[:, vocabulary], rtol=1e-4, atol=1e-4)
 
 
-def test_each_medusa_head_has_its_own_matrix(model):
-    part, x = made("medusa", model), torch.randn(4, 96, generator=torch.Generator().manual_seed(1))
+def own_matrices(module, model, path):
+    """Each Medusa head has its own."""
+    part = made("medusa", model, module)
     for h, W in enumerate(part.heads):
-        expected = (x + torch.nn.functional.silu(x @ W.T)) @ head_rows(model, part.vocabulary).T
-        torch.testing.assert_close(part(x)[:, h], expected, rtol=1e-4, atol=1e-4)
+        expected = (STATES + torch.nn.functional.silu(STATES @ W.T)) @ head_rows(model, part.vocabulary).T
+        assert torch.allclose(part(STATES)[:, h], expected, rtol=1e-4, atol=1e-3)
 
 
-def test_the_folded_matrix_scores_as_the_adapter_does(model, file):
-    head = load_part("exit", model, file("exit"))[2]
-    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
-    normed = torch.nn.functional.rms_norm(x, (96,), head.norm, model.config.norm_eps)
-    torch.testing.assert_close(normed @ head.matrix().T, head.scores(x), rtol=1e-4, atol=1e-4)
+def scored_exits(module, model, path):
+    """An exit norms, turns and scores; its folded matrix does the last two at once."""
+    head = made("exit", model, module)[2]
+    normed = torch.nn.functional.rms_norm(STATES, (96,), head.norm, model.config.norm_eps)
+    expected = normed @ head.adapter.T @ head_rows(model, head.vocabulary).T
+    assert torch.allclose(head.scores(STATES), expected, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(normed @ head.matrix().T, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_an_exit_nobody_trained(model, file):
@@ -122,28 +132,34 @@ def test_an_exit_nobody_trained(model, file):
         load_part("exit", model, file("exit"))[3]
 
 
-def test_a_draft_sees_and_scores_through_the_targets_tables(model, file):
-    draft = load_part("draft", model, file("draft"))
-    torch.testing.assert_close(draft.embed_tokens.weight, model.embed_tokens.weight @ draft.into)
-    torch.testing.assert_close(draft.lm_head.weight, head_rows(model, draft.vocabulary) @ draft.out_of)
+def drafts(module, model, path):
+    """A draft sees and scores through the target's tables."""
+    module.save_part("draft", made("draft", model, module), model, path, sizes=SIZES["draft"])
+    draft = module.load_part("draft", model, path)
+    assert torch.allclose(draft.embed_tokens.weight, model.embed_tokens.weight @ draft.into)
+    assert torch.allclose(draft.lm_head.weight, head_rows(model, draft.vocabulary) @ draft.out_of)
     ids = torch.tensor([3, 1, 4, 1, 5])
     logits = draft(ids, torch.arange(5), attend_afresh(draft.config))
     with torch.no_grad():
         last, _ = run(draft, draft.embed_tokens(ids[None]))
-    torch.testing.assert_close(logits, last[0] @ draft.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(logits, last[0] @ draft.lm_head.weight.T, rtol=1e-3, atol=1e-3)
 
 
 # ---------------------------------------------------------------- whose they are
+def fingerprints(module, model, path):
+    """One checkpoint has one, in any dtype; another embedding has another."""
+    half, other = (copy.deepcopy(model) for _ in range(2))
+    assert module.fingerprint(half.bfloat16()) == module.fingerprint(model)
+    other.embed_tokens.weight.data[0, 0] += 1
+    assert module.fingerprint(other) != module.fingerprint(model)
+
+
 def test_the_fingerprint_is_the_checkpoints(model, checkpoints):
     half = load(checkpoints("smollm2"), dtype=torch.bfloat16)
-    assert fingerprint(half) == fingerprint(model)
     quantize_model(half, "rtn", Scheme(8), progress=False)
     assert fingerprint(half) == fingerprint(model)
     others = {fingerprint(load(checkpoints(family))) for family in ("llama-2", "qwen3")}
     assert len(others) == 2 and fingerprint(model) not in others
-    other = load(checkpoints("smollm2"))
-    other.embed_tokens.weight.data[0, 0] += 1
-    assert fingerprint(other) != fingerprint(model)
 
 
 def test_heads_fit_a_quantized_model(checkpoints, file):
@@ -222,6 +238,45 @@ def test_an_interrupted_save_leaves_the_old_file(model, file, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save_part("medusa", made("medusa", model, seed=1), model, path, sizes=SIZES["medusa"])
     assert path.read_bytes() == before
+
+
+# ---------------------------------------------------------------- wrong versions, each caught
+def strangers(module, model, path):
+    """Parts of another model, and of another kind, are refused."""
+    for fields in ({}, dict(fingerprint="0" * 16), dict(kind="exit")):
+        module.save_part("medusa", made("medusa", model, module), model, path, sizes=SIZES["medusa"])
+        stretched(path, **fields)
+        with pytest.raises(ValueError) if fields else nullcontext():
+            module.load_part("medusa", model, path)
+
+
+RIGHT = [own_matrices, scored_exits, drafts, fingerprints, strangers]
+WRONG = {
+    "a head forgets what it was given": (own_matrices, "x[:, None] + silu(turned)", "silu(turned)"),
+    "a head without a gate": (own_matrices, "silu(turned)", "turned"),
+    "heads are mixed up": (own_matrices, ".view(-1, m, E)", ".view(-1, E, m).transpose(1, 2)"),
+    "an exit without a norm": (scored_exits, "linear(linear(y, self.adapter)", "linear(linear(x, self.adapter)"),
+    "the adapter is folded the other way": (scored_exits, "@ self.adapter.detach()", "@ self.adapter.T.detach()"),
+    "tables that nobody builds": (drafts, 'if kind == "draft":', 'if kind == "draught":'),
+    "the way in is the way out": (drafts, "tables(self.rows, self.out_of)", "tables(self.rows, self.into)"),
+    "any embedding will do": (fingerprints, "+ some.view(torch.uint8).numpy().tobytes()", ""),
+    "the dtype decides": (fingerprints, ".detach().bfloat16().cpu().contiguous()\n    return", ".detach()\n    return"),
+    "anybody's heads": (strangers, 'if about["fingerprint"] != fingerprint(model)', "if False"),
+    "any kind": (strangers, 'if about.get("kind") != kind', "if False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", RIGHT, ids=lambda f: f.__name__)
+def test_right(check, model, tmp_path):
+    check(minserve.trained, model, tmp_path / "part")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_versions_are_caught(name, model, tmp_path):
+    check, right, wrong = WRONG[name]
+    module = wrong_version(minserve.trained, right, wrong)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(module, model, tmp_path / "part")
 
 
 # ---------------------------------------------------------------- what ships
