@@ -30,6 +30,7 @@ from minserve.study import LAST, Conversation, Study, frequent, run
 from minserve.trained import MedusaHeads, weights_of
 
 RATES = {"medusa": 4e-3, "exit": 3e-3, "draft": 3e-3}  # learning rates, at their highest
+DECAYS = {"medusa": 0.01, "exit": 0.01, "draft": 0.1}  # a draft has weights enough to learn the text by heart
 BATCH = {"medusa": 512, "exit": 512, "draft": 8}  # places, or conversations
 WARMUP = 0.02  # of the training
 LONGEST = 8  # drafts of a chain whose acceptance is measured
@@ -104,7 +105,7 @@ class Training:
         self.kind, self.part, self.study, self.seed = kind, part.float(), study, seed
         names = weights_of(part)
         weights = [p for name, p in part.named_parameters() if name in names]
-        self.optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=DECAYS[kind])
         self.step, self.seconds, self.losses = (
             0,
             0.0,
