@@ -57,6 +57,42 @@ def check_paged_decode(module, queries, lengths, splits=None, window=None, sinks
     close(got[: sum(queries)], expected)
 
 
+def some_trees(n, seed=0):
+    """A word per query in which bits are set and not; one that hides everything, one that is the plain rule."""
+    gen = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**63), 2**63 - 1, (n,), generator=gen)
+    words[0], words[-1] = 0, -1
+    return moat_int(words.to(DEVICE))
+
+
+def attend_to_trees(q, keys, values, queries, lengths, trees):
+    """Dense attention under a mask that is written down place by place, in fp64; one row's keys are [n, G, D]."""
+    rows, t = [], 0
+    for b, (m, n) in enumerate(zip(queries, lengths)):
+        for p in range(n - m, n):
+            word = int(trees[t])
+            seen = torch.tensor([j <= p and (p - j >= 63 or word >> (p - j) & 1 == 1) for j in range(n)])
+            k, v = (
+                x[b].double().repeat_interleave(q.shape[1] // x[b].shape[1], 1) for x in (keys, values)
+            )  # [n, H, D]
+            scores = torch.einsum("hd,nhd->hn", q[t].double(), k) * q.shape[2] ** -0.5
+            weights = scores.masked_fill(~seen.to(scores.device), -torch.inf).softmax(-1).nan_to_num(0.0)
+            rows.append(torch.einsum("hn,nhd->hd", weights, v).to(q.dtype))
+            t += 1
+    return torch.stack(rows)
+
+
+def check_trees(module, queries, lengths, splits, seed=0, **shape):
+    """A chain has the bits of no tree at all; trees are dense attention under their mask."""
+    case, keys, values = paged_case(queries, lengths, seed=seed, **shape)
+    T, limits = sum(queries), (max(queries), splits)
+    trees = some_trees(len(case[0]), seed)
+    chain = module.attend_in_splits(*case, *limits, trees=torch.full_like(trees, -1))[:T]
+    assert torch.equal(chain, module.attend_in_splits(*case, *limits)[:T])
+    got = module.attend_in_splits(*case, *limits, trees=trees)[:T]
+    close(got, attend_to_trees(case[0], keys, values, queries, lengths, trees))
+
+
 def check_paged_prefill(module, queries, lengths, window=None, sinks=0, **shape):
     case, _, _ = paged_case(queries, lengths, window=window, sinks=sinks, **shape)
     expected = module.paged_attention_reference(*case, window, sinks)[: sum(queries)]

@@ -6,7 +6,7 @@ A slot that no query reads has a scale that is NaN, and so has a page; tokens be
 import pytest
 import torch
 from kernel_checks import DEVICE, NAN, close, moat_int, randn, starts, wide
-from paged_checks import NOWHERE, seen_by_row
+from paged_checks import NOWHERE, seen_by_row, some_trees
 
 from minserve.kernels.kv_quantize import kv_write_scaled_reference, seal_reference
 
@@ -149,6 +149,17 @@ def check_decode(module, kind, queries, lengths, splits=None, window=None, sinks
         got = module.attend_in_splits(q, cache, fresh or (None, None, None), plan, *limits, splits)
     assert expected.isfinite().all()  # the definition reads no poison
     close(got[: sum(queries)], expected)
+
+
+def check_trees(module, queries, lengths, splits, kind="int8", **shape):
+    """A chain has the bits of no tree; trees are what the definition says, which attends as over 16-bit pages."""
+    q, cache, _, plan = quantized_case(kind, queries, lengths, **shape)
+    limits, T, trees = (max(queries), max(lengths), None, 0, splits), sum(queries), some_trees(len(q))
+    run = lambda trees: module.attend_in_splits(q, cache, (None,) * 3, plan, *limits, trees)[:T]
+    chain = run(torch.full_like(trees, -1))
+    close(chain, run(None))
+    close(run(trees), module.scaled_attention_reference(q, *cache, *plan, trees=trees)[:T])
+    assert not torch.equal(chain, run(trees))
 
 
 def check_prefill(module, kind, queries, lengths, window=None, sinks=0, **shape):

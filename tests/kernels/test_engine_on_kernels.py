@@ -24,7 +24,8 @@ from minserve.kernels import native, packed_matmul
 from minserve.model import Model
 from minserve.prefill_decode import generate
 from minserve.quantization import QuantLinear, Scheme
-from minserve.request import SamplingParams, seed_of
+from minserve.request import Draft, SamplingParams, seed_of
+from minserve.speculation import Drafter
 
 
 class Again:
@@ -53,11 +54,11 @@ class OnGpu:
         return getattr(self.real, name)
 
 
-def graphs_in_the_interpreter(llm, monkeypatch) -> None:
+def graphs_in_the_interpreter(llm, monkeypatch, *drafts) -> None:
     monkeypatch.setattr(minserve.graphs, "CudaGraph", Again)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     model = OnGpu(llm.model, FusedModel.of(llm.model, 0))
-    llm.compute = minserve.graphs.Graphs(model, llm.cache, llm.packer, llm.sampler)
+    llm.compute = minserve.graphs.Graphs(model, llm.cache, llm.packer, llm.sampler, False, *drafts)
     Again.replays = 0
 
 
@@ -106,6 +107,64 @@ def test_the_engine_gives_the_plain_paths_tokens(monkeypatch, step, window, chan
             one = SamplingParams(**{**its.__dict__, "n": 1, "seed": seed_of(its.seed or 0, output.index)})
             assert output.error is None and output.tokens == list(generate(model, prompt, one))
     assert llm.scheduler.hit_tokens > 0
+    assert step != "graph" or DEVICE != "cpu" or Again.replays > 2
+    llm.pages.check([])
+
+
+class Guesser(Drafter):
+    """Proposes what it finds in a book of answers, spoilt here and there: as chains, or as trees with a wrong sibling."""
+
+    name, k = "guesser", 5
+
+    def __init__(self, answers: dict[tuple, list[int]], branches: bool):
+        self.answers, self.branches = answers, branches
+
+    def propose(self, plan):
+        return [self.guess(r).cut(r.granted) if r.granted else None for r, _ in plan]
+
+    def guess(self, r) -> Draft:
+        answer, made = self.answers[tuple(r.prompt), r.seed], len(r.tokens) - len(r.prompt)
+        tokens = [*answer[made:], 0, 0, 0, 0, 0][:4]
+        if made % 3 == 1:
+            tokens[1] = (tokens[1] + 1) % 101
+        if self.branches:
+            return Draft([(tokens[0] + 1) % 101, *tokens], [-1, -1, 1, 2, 3])
+        return Draft(tokens)
+
+
+@needs_kernel
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step, branches, kind", [("graph", True, None), ("fused", True, "int8"), ("plain", False, "int4")]
+)
+def test_with_drafts_it_gives_the_plain_paths_tokens(monkeypatch, step, branches, kind):
+    monkeypatch.setattr(native, "usable", lambda: "this is about Triton's kernels")
+    model = tiny()
+    prompts = [[5, 17, 9, 60, 2, 2, 33, 8, 71, 4], [44], [5, 17, 9, 60, 2, 2, 33, 8, 71, 90, 12]]
+    params = [
+        SamplingParams(max_tokens=7, ignore_eos=True, seed=1),
+        SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.9, top_k=20, seed=3),
+        SamplingParams(
+            max_tokens=6, ignore_eos=True, temperature=1.1, top_p=0.8, seed=4, presence_penalty=1.0
+        ),
+    ]
+    expected = [
+        alone(model, prompt, its, kind, 8) if kind else list(generate(model, prompt, its))
+        for prompt, its in zip(prompts, params)
+    ]
+    book = {(tuple(p), its.seed): answer for p, its, answer in zip(prompts, params, expected)}
+    limits = dict(num_pages=24, page_size=8, token_budget=24, chunk=6, max_running=3)
+    in_turn = "fused" if step == "graph" and DEVICE == "cpu" else step
+    llm = LLM(
+        model, step=in_turn, drafter=Guesser(book, branches), adaptive=False, kv_cache_dtype=kind, **limits
+    )
+    if step == "graph" and DEVICE == "cpu":
+        graphs_in_the_interpreter(llm, monkeypatch, 5, branches)
+    for answer, (output,) in zip(expected, llm.generate(prompts, params)):
+        assert output.error is None and output.tokens == answer
+    rows = [row for record in llm.log for row in record.rows]
+    assert llm.speculation.on and sum(row.kept for row in rows) > 4
+    assert any(row.kept < row.drafted for row in rows)
     assert step != "graph" or DEVICE != "cpu" or Again.replays > 2
     llm.pages.check([])
 

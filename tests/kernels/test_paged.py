@@ -37,6 +37,30 @@ def definition_is_sdpa(module, H, G, window, sinks, S):
         torch.testing.assert_close(got[rows], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("queries, lengths", [([1, 1, 1, 0], [62, 63, 130, 4]), ([5, 1, 3], [66, 1, 7])])
+def test_the_definition_of_a_tree(queries, lengths):
+    """Seen and hidden positions by a mask; the launcher gives the same; a chain is what there was before."""
+    case, k, v = paged_case(queries, lengths, H=6, G=2, D=8, S=4)
+    trees, T = paged.some_trees(len(case[0])), sum(queries)
+    expected = paged.attend_to_trees(case[0], k, v, queries, lengths, trees)
+    launched = decode.paged_decode(*case, max(queries), max(lengths), trees=trees)
+    for got in (decode.paged_attention_reference(*case, trees=trees), launched):
+        torch.testing.assert_close(got[:T], expected, rtol=1e-5, atol=1e-5)
+    chain = decode.paged_attention_reference(*case, trees=torch.full_like(trees, -1))
+    torch.testing.assert_close(chain, decode.paged_attention_reference(*case))
+
+
+def test_siblings_by_hand():
+    """Slots 0, 1: the text. 2 and 3: two drafts after it, 4: the child of the first."""
+    v = torch.tensor([1.0, 3.0, 5.0, 100.0, 7.0], device=DEVICE).view(1, 5, 1, 1).expand(1, 5, 1, 2)
+    v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 3))
+    pages, length = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), torch.tensor([5], dtype=torch.int32)
+    trees = torch.tensor([0b111, 0b1101, 0b11101], device=DEVICE)
+    case = randn(3, 1, 2), torch.zeros_like(v), v.contiguous(), pages, starts([3]), length.to(DEVICE)
+    got = decode.paged_decode(*case, 3, 5, trees=trees)
+    assert [round(x, 3) for x in got[:, 0, 0].tolist()] == [3.0, round(104 / 3, 3), 4.0]
+
+
 def test_pages_by_hand():
     """Keys all equal, so every weight is 1/n, and values that say where they lie."""
     k, v = torch.zeros(4, 2, 1, 2, device=DEVICE), torch.full((4, 2, 1, 2), NAN, device=DEVICE)
@@ -70,7 +94,26 @@ def definition_of_pack(module):
     assert (ids[t:], positions[t:], slots[t:]) == ([0] * 3, [0] * 3, [-1] * 3)
 
 
+def definition_is_right(module):
+    definition_is_sdpa(module, 6, 2, 4, 2, 4)
+    queries, lengths = [5, 1, 3, 1], [66, 1, 7, 63]
+    case, k, v = paged_case(queries, lengths, H=6, G=2, D=8, S=4)
+    trees = paged.some_trees(len(case[0]), seed=2)
+    expected = paged.attend_to_trees(case[0], k, v, queries, lengths, trees)
+    got = module.paged_attention_reference(*case, trees=trees)[:10]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 WRONG = [
+    (
+        "paged_attention",
+        "(trees[t] >> back.clamp(max=NEAR) & 1 == 1)",
+        "(trees[t] >> back.clamp(max=NEAR) & 2 == 2)",
+    ),
+    ("paged_attention", "(back >= NEAR) |", "(back >= NEAR - 1) |"),
+    ("paged_attention", "(back >= NEAR) |", "(back < 0) |"),
+    ("paged_attention", "trees[t] >> back", "trees[b] >> back"),
+    ("paged_attention", "back = j.flip(0)", "back = j"),
     ("paged_attention", "n - queries[b] - window", "n - window"),
     ("paged_attention", "n - queries[b] - window", "n - queries[b] - window - 1"),
     ("paged_attention", "pages[b, j // S].long()", "pages[0, j // S].long()"),
@@ -90,7 +133,7 @@ def test_a_wrong_definition_is_rejected(name, right, wrong, tmp_path):
     assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {name}.py"
     module = load(name, source.replace(right, wrong), tmp_path)
     with pytest.raises((AssertionError, IndexError)):  # IndexError: a page that does not exist
-        definition_of_pack(module) if name == "pack" else definition_is_sdpa(module, 6, 2, 4, 2, 4)
+        definition_of_pack(module) if name == "pack" else definition_is_right(module)
 
 
 # ---------------------------------------------------------------- decode
@@ -157,6 +200,15 @@ def test_decode_window(window, sinks, dtype):
     masks = dict(window=window, sinks=sinks, dtype=dtype)
     paged.check_paged_decode(decode, [1, 1, 1], [140, window, window + 1], splits=3, **masks)
     paged.check_paged_decode(decode, [3, 4], [120, 40], S=8, splits=1, **masks)
+
+
+@needs_kernel
+@unwritten
+@dtypes
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("queries, lengths", [([1, 1, 1, 0], [62, 63, 130, 4]), ([16, 1, 3], [70, 1, 7])])
+def test_decode_of_trees(queries, lengths, splits, dtype):
+    paged.check_trees(decode, queries, lengths, splits, S=8, D=24, dtype=dtype)
 
 
 @needs_kernel
@@ -384,6 +436,14 @@ def test_refusals_say_what_to_change():
         (lambda: step(q, k, v, pages, at, lengths.float(), 3, 30), "lengths is .* torch.float32"),
         (lambda: step(q, k, v, *rest, 17, 30), "17 queries per row.*at most 16; use paged_prefill"),
         (lambda: run(q, k, v, *rest, 3, window=0), "window of 0"),
+        (
+            lambda: step(q, k, v, *rest, 3, 30, trees=lengths),
+            r"trees is \[2\] torch.int32.*be \[6\] torch.int64",
+        ),
+        (
+            lambda: step(q, k, v, *rest, 3, 30, 5, trees=torch.zeros(6, dtype=torch.int64, device=DEVICE)),
+            "trees with a window of 5",
+        ),
         (lambda: run(q, k, v, *rest, 3, sinks=2), "2 sinks with window None"),
     ]
     if DEVICE == "cpu":  # on a GPU these would cost a wait on every call

@@ -40,6 +40,7 @@ def battery(name, module):
         check(module, [7, 1], [20, 64], G=1, splits=2, size=20.0)
         check(module, [1, 3], [140, 60], window=33, sinks=3, splits=3, S=8)
         check(module, [2], [75], window=7, sinks=70, splits=2)
+        paged.check_trees(module, [1, 1, 3, 9], [63, 130, 66, 20], 2, D=24)
         check(module, [1], [300], H=2, G=1)  # the launcher's own choice of splits
         paged.check_far_pages(
             lambda *case: module.attend_in_splits(*case, 3, 1), module.paged_attention_reference
@@ -86,6 +87,13 @@ MUTATIONS = {
         ("every split reads from the start", "range(split * share,", "range(0 * split,"),
         ("splits in one place", "(tl.cast(split, tl.int64) * tokens + where)", "(where)"),
         ("log-sum-exp without the sum", "running_max + tl.log2(", "running_max + 0 * tl.log2("),
+        ("a tree's bits one off", ">> (back & 31) & 1", ">> (back + 1 & 31) & 1"),
+        ("half a word of a tree", "tl.where(back < 32, low, high)", "tl.where(back < 99, low, high)"),
+        ("siblings are seen", "(back >= 0) & (bit == 1)", "(back >= 0) & (bit >= 0)"),
+        ("what lies far back is hidden", "(back >= 63) |", "(back >= 99) |"),
+        ("a tree only sees 62 positions", "(back >= 63) |", "(back >= 62) |"),
+        ("the first query's tree", "trees_ptr + where,", "trees_ptr + 0 * where,"),
+        ("trees by the row", "trees_ptr + where,", "trees_ptr + b + 0 * where,"),
         ("scale 1 / D", "LOG2_E * D**-0.5", "LOG2_E / D"),
     ],
     "paged_prefill": [

@@ -275,6 +275,15 @@ def test_decode_of_several_queries(splits, kind):
     )
 
 
+@needs_kernel
+@unwritten
+@eight
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_of_trees(splits, kind):
+    """Tiles that every tree sees in full are read without a mask: these rows have some of them, and none."""
+    quantized.check_trees(quantized_attention, [1, 5, 3], [63, 300, 7], splits, kind, S=8)
+
+
 WINDOWS = [(1, 0), (17, 33), pytest.param(16, 0, marks=slow), pytest.param(70, 1, marks=slow)]
 
 

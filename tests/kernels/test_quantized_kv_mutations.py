@@ -37,6 +37,7 @@ def decode_battery(module):
         check(kind, [1], [300], H=2, G=1)  # the launcher's own choice of splits
     check("int8", [7, 1], [20, 64], G=1, splits=2, size=20.0)
     check("fp8", [1], [40])
+    quantized.check_trees(module, [1, 5, 3], [63, 140, 7], 2, S=8)
     quantized.check_far_slots(module)
 
 
@@ -109,6 +110,7 @@ MUTATIONS = {
         ("every page from the first token", "tl.load(starts_ptr + i)", "tl.load(starts_ptr)"),
     ],
     "quantized_tiles": [
+        ("siblings are seen", "seen = seen & on_branch(tree, position, j)", "seen = seen & True"),
         ("the next token's key scale", "k_scales_ptr + slot * G, mask",
          "k_scales_ptr + (slot ^ 1) * G, mask"),
         ("the next page's value scale", "v_scales_ptr + slot * G, mask",
@@ -159,7 +161,9 @@ MUTATIONS = {
         ("the first row's fresh tokens", "tl.load(home_ptr + b)", "tl.load(home_ptr)"),
         ("home taken for position 0", ".to(tl.int64) - stop ", ".to(tl.int64) "),
         ("another head's fresh tokens", "fresh_k_ptr + g * D", "fresh_k_ptr"),
-        ("unmasked to the end", "tl.maximum(stop if INT4 else first + 1, 0) // STEP", "tl.cdiv(stop, STEP)"),
+        ("unmasked to the end", "tl.maximum(stop if INT4 else plain, 0) // STEP", "tl.cdiv(stop, STEP)"),
+        ("unmasked into a tree", "plain = first - 62", "plain = first - 0"),
+        ("another query's tree", "trees_ptr + where,", "trees_ptr + where * 0,"),
         ("the last tile is nobody's", "share = tl.cdiv(tiles, splits)", "share = tiles // splits"),
         ("sinks never read", "sink_tiles = tl.cdiv(tl.minimum(SINKS, begin), STEP)", "sink_tiles = 0"),
         ("reads behind the window", "oldest = tl.maximum(first - WINDOW + 1, 0)",
