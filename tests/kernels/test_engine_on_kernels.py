@@ -112,7 +112,7 @@ def test_the_engine_gives_the_plain_paths_tokens(monkeypatch, step, window, chan
 
 
 class Guesser(Drafter):
-    """Proposes what it finds in a book of answers, spoilt here and there: as chains, or as trees with a wrong sibling."""
+    """Proposes what a book of answers says, spoilt here and there: chains, or trees with a wrong sibling."""
 
     name, k = "guesser", 5
 
