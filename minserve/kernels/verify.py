@@ -19,8 +19,8 @@ Not twice    A token drawn from what is left is never the draft: u < 1, so that 
              floats too, and x has nothing left. So `walk` need only compare tokens, whoever made the draft.
 In integers  W and Q are integers below 2^53, so are their sums; what is left sums to 2^52 at most. So every order of
              summation finds the same total and the same owner of a ticket.
-Doubt        A place is drawn from p, which is right for every draft made without u(TARGET), where a draft cannot come
-             from its q (chances not finite, q(x) = 0), where nothing is left, and for greedy rows.
+Doubt        A place is drawn from p, which is right for every draft made without u(TARGET), where the draft cannot come
+             from its q (chances not finite, q(x) = 0) and where nothing is left. A greedy row's p and q are one-hot.
 
 Shapes
     logits               [R, V]         the target's, one row per place; rows may be strided; V <= 2^19
@@ -50,7 +50,6 @@ from minserve.kernels import check_packed, on_triton, tl, triton
 from minserve.kernels.sample import (
     ACCEPT,
     COOLEST,
-    GREEDY_BELOW,
     HOTTEST,
     _best_of,
     _cuts,
@@ -76,7 +75,6 @@ def verify_reference(logits, chances, drafts, temperature, top_k, top_p, min_p, 
     shares = [w.double() / w.sum(-1, keepdim=True) for w in (p, q)]
     p_x, q_x = (share.gather(1, x)[:, 0] for share in shares)
     judged = (x[:, 0] == drafts) & (q_x > 0) & chances.float().amax(-1).isfinite()
-    judged &= temperature >= GREEDY_BELOW
     kept = judged & (uniform(seeds, positions, ACCEPT) * q_x < p_x)
     left = ((shares[0] - shares[1]).clamp(min=0) * LEFT).long()  # [R, V]
     left = torch.where((judged & left.any(-1))[:, None], left, p)

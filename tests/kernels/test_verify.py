@@ -125,9 +125,12 @@ def check_greedy_and_none(module, run):
         "no draft: a plain draw"
     )
     assert torch.equal(run(logits, chances * NAN, drafts, *rest), draw), "no q: a plain draw"
+    x = logits.argmax(-1)
+    never = chances.scatter(1, x[:, None], -INF)
+    assert torch.equal(run(logits, never, x, *rest), draw), "q never drew it: a plain draw"
     cold = torch.zeros_like(rest[0]), *rest[1:]
-    for x in (sample_reference(chances, *cold), logits.argmax(-1), drafts):
-        assert torch.equal(run(logits, chances, x, *cold), sample_reference(logits, *cold))
+    for one in (sample_reference(chances, *cold), x, drafts):
+        assert torch.equal(run(logits, chances, one, *cold), sample_reference(logits, *cold))
 
 
 def check_broken(module, run, V=20):
@@ -294,7 +297,7 @@ WRONG = [
      "for x, cuts in ((logits, (temperature, top_k * 0, top_p * 0 + 1, min_p * 0)), (chances, cuts)))"),
     ("no draft is token 0", "judged = (x[:, 0] == drafts) & ", "judged = "),
     ("chances that are none", " & chances.float().amax(-1).isfinite()", " | chances.isnan().any(-1)"),
-    ("greedy rows judged", "judged &= temperature >= GREEDY_BELOW", ""),
+    ("a draft that q has not", " & (q_x > 0)", ""),
     ("NaN passes", "torch.where(logits.float().amax(-1).isfinite(), token, -1)", "token"),
     ("the first child", "if anyway[c] or carried[c] == drawn[path[-1]]:", "if path[-1] == start + before[c]:"),
     ("the root's draw ignored", "carried[c] == drawn[path[-1]]", "carried[c] == drawn[path[-1]] or len(path) == 1"),
@@ -335,6 +338,7 @@ def kernel_battery(module):
 MUTATIONS = [
     ("p and q swapped", "(u * q < p)", "(u * p < q)"),
     ("chances that are none", "judged = q_broken == 0", "judged = True"),
+    ("a draft that q has not", "if (q_x > 0) & (u * q < p):", "if u * q < p:"),
     ("what is left of q", "tl.maximum(more, 0.0)", "tl.maximum(-more, 0.0)"),
     ("not the positive part", "tl.maximum(more, 0.0)", "tl.abs(more)"),
     ("one number for both", "positions_ptr, r, ACCEPT)", "positions_ptr, r, 0)"),
