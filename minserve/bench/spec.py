@@ -2,53 +2,46 @@
 
     speed      decode tokens per second with a drafter over those without: same prompts and lengths, in turn. Only steps
                count in which all seats decode, so prompts and the end of a run play no part
-    formula    speedup = (1 + E[kept]) / (k c + v(k)), where a step of k + 1 tokens for each request takes v(k) times a
-               plain one (measured here, on scripted drafts), and a drafted token c times. Where drafts have many
-               lengths, k c and v(k) are means over the steps as they were: v of each step's tokens, filled up to
-               the size that is recorded
+    formula    (1 + E[kept]) / (k c + v(k)), held against the measured speedup (spec_served.py); v(k) is measured in
+               the same rounds, on scripted drafts
     equal      in fp32 each answer is compared, token by token, before anything is timed. In the timed dtype a batch of
                another size rounds otherwise: the share of equal answers is reported
 
-Drafters run with k fixed, which the formula is about, and adaptive, as they are served. Answers that copy: only n-grams
-have a claim there; other drafters are shown with one request at a time.
+Drafters run with k fixed, which the formula is about, and adaptive, as they are served. Where answers copy only n-grams
+have a claim: other drafters are shown adaptive, with one request at a time.
 Story    notebooks/11_speculative_decoding.ipynb, notebooks/12_medusa_and_self_speculation.ipynb
 """
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import mean, median
 
-import numpy as np
 import torch
 
-from minserve.bench.common import Around, Options, clean_up, label, load
+from minserve.bench.common import TINY, Around, Options, clean_up, label, load
 from minserve.bench.spec_cost import KS, Steps, step_bound
+from minserve.bench.spec_served import Server, answers, by_position, cost_of, seated, speedup, tokens_of
 from minserve.bench.spec_work import works
-from minserve.bench.workload import PAGE, Work, serve
+from minserve.bench.workload import Work
 from minserve.drafters import NAMES, drafter_for
-from minserve.engine import LLM
 from minserve.lab.measure import in_turn
 from minserve.lab.report import Report, Row
 from minserve.model import Model
-from minserve.pages import pages_for
-from minserve.speculation import Drafter
-from minserve.step_log import StepRecord
 
-PROMPTS, MOST, ROUNDS = 20, 48, 3  # of each kind; tokens of an answer
+PROMPTS, MOST, ROUNDS = 20, 40, 3  # of each kind; tokens of an answer
 COUNTS = {1: 5, 4: 8, 16: 24}  # requests of a round, by seats
 EXACT = 3, 24  # prompts of each kind, and tokens of an answer, that are compared in fp32
 FAST, HARMLESS, TRAINED, AGREES = 1.8, 0.97, 1.2, 0.9
 
 
 def run(options: Options) -> Report:
-    report, name = options.report(), options.model
+    report, name = options.report(), options.model or (next(iter(TINY)) if options.tiny else None)
     with Around(options) as around:
         model = load(name, options.dtype)
         names, missing = drafters(options, model)
-        equal_in_fp32(report, options, model, names)
+        equal_in_fp32(report, options, name, model, names)
         quick = options.quick
         its = works(name, model, 6 if quick else PROMPTS, 8 if quick else MOST)
         timed = []
@@ -78,10 +71,12 @@ def drafters(options: Options, model: Model) -> tuple[list[str], list[str]]:
     return able, missing
 
 
-def equal_in_fp32(report: Report, options: Options, model: Model, names: list[str]) -> None:
+def equal_in_fp32(
+    report: Report, options: Options, model_name: str | None, model: Model, names: list[str]
+) -> None:
     """Raises RuntimeError at the first answer that a drafter changes."""
-    exact = model if model.dtype == torch.float32 else load(options.model, torch.float32)
-    for kind, work in works(options.model, exact, *EXACT).items():
+    exact = model if model.dtype == torch.float32 else load(model_name, torch.float32)
+    for kind, work in works(model_name, exact, *EXACT).items():
         right = answers(seated(exact, work, len(work.prompts)), work)
         for name in names:
             drafter = drafter_for(name, exact, options.k)
@@ -100,19 +95,7 @@ def differ(name: str, kind: str, right: list[list[int]], said: list[list[int]]) 
                 )
 
 
-def seated(
-    model: Model, work: Work, seats: int, drafter: Drafter | None = None, adaptive=False, **options
-) -> LLM:
-    pages = (seats + 1) * pages_for(work.longest + 16, PAGE) + 64
-    return LLM(model, page_size=PAGE, num_pages=pages, max_running=seats, drafter=drafter, adaptive=adaptive,
-               log_length=100_000, overlap=False, **options)  # fmt: skip
-
-
-def answers(llm: LLM, work: Work) -> list[list[int]]:
-    return [output.tokens for output in serve(llm, work)[1]]
-
-
-# ---------------------------------------------------------------- one way to serve, timed
+# ---------------------------------------------------------------- one kind of work, so many at once
 @dataclass(frozen=True)
 class Side:
     drafter: str
@@ -123,105 +106,40 @@ class Side:
         return f"{self.drafter}, adaptive" if self.adaptive else f"{self.drafter}, k = {self.k}"
 
 
-class Server:
-    """An engine with so many seats. Each round serves the next requests of the work; its full steps are kept."""
-
-    def __init__(self, model: Model, work: Work, seats: int, count: int, drafter=None, adaptive=False):
-        self.work, self.seats, self.count, self.turn = work, seats, count, 0
-        self.drafting: dict[int, float] = defaultdict(float)  # step -> seconds
-        for method in ("propose", "observe") if drafter else ():
-            setattr(drafter, method, partial(self.clocked, getattr(drafter, method)))
-        self.llm = seated(model, work, seats, drafter, adaptive)
-        self.records: list[StepRecord] = []
-        self.per_step: list[float] = []  # tokens of a request, of each round
-        self.said: dict[tuple[int, int], list[int]] = {}  # by round and place
-        serve(self.llm, work.first(seats, 12))  # warm
-
-    def clocked(self, method, *its):
-        start = time.perf_counter()
-        try:
-            return method(*its)
-        finally:
-            self.drafting[self.llm.scheduler.steps] += time.perf_counter() - start
-
-    def next(self) -> Work:
-        n, first = len(self.work.prompts), self.turn * self.count
-        which = [i % n for i in range(first, first + self.count)]
-        self.turn += 1
-        return Work([self.work.prompts[i] for i in which], [self.work.lengths[i] for i in which])
-
-    def round(self) -> float:
-        """Tokens per second, while everybody decodes."""
-        self.llm.log.clear()
-        _, outputs = serve(self.llm, self.next())
-        self.said |= {(self.turn, i): output.tokens for i, output in enumerate(outputs)}
-        found = full_steps(self.llm.log, self.seats)
-        self.records += found
-        self.per_step.append(tokens_of(found) / (self.seats * len(found)))
-        return tokens_of(found) / sum(record.total for record in found)
-
-    @property
-    def rate(self) -> float:
-        """Of all rounds together."""
-        return tokens_of(self.records) / sum(record.total for record in self.records)
-
-    @property
-    def spent(self) -> float:
-        """Seconds of drafting in a step."""
-        return mean(self.drafting[record.step] for record in self.records)
+def sides_of(kind: str, seats: int, names: list[str]) -> list[tuple[str, bool]]:
+    """(drafter, adaptive?) Where answers copy, all but the first are served as they would be, to one request."""
+    every = product(names, (False, True))
+    return [its for its in every if kind == "free" or its[0] == names[0] or (seats == 1 and its[1])]
 
 
-def full_steps(log, seats: int) -> list[StepRecord]:
-    """Those in which so many requests decode and nothing else happens."""
-    found = [
-        record for record in log
-        if len(record.rows) == seats and all(r.sampled and r.num_tokens == 1 + r.drafted for r in record.rows)
-    ]  # fmt: skip
-    if not found:
-        raise RuntimeError(f"in no step did {seats} requests decode together: nothing to measure")
-    return found
+def target_of(side: Side, kind: str, seats: int, measured: float, agrees: float) -> float | None:
+    """Adaptive only. What was trained may lose, where the formula says so."""
+    if not side.adaptive:
+        return None
+    if side.drafter == "ngram" and (kind, seats) == ("copy", 1):
+        return FAST
+    if side.drafter != "ngram" and (kind, seats) == ("free", 1):
+        return TRAINED if measured >= TRAINED or agrees < AGREES else None
+    return HARMLESS
 
 
-def tokens_of(records) -> int:
-    return sum(1 + row.kept for record in records for row in record.rows)
-
-
-# ---------------------------------------------------------------- the formula
-def speedup(kept: float, drafting: float, cost: float) -> float:
-    """(1 + E[kept]) / (k c + v(k)): tokens of a step over its time, both as multiples of a plain step's."""
-    return (1 + kept) / (drafting + cost)
-
-
-def cost_of(records, table: dict[int, float], sizes: list[int]) -> float:
-    """The mean of v over these steps. table: {tokens: seconds}, a plain step first; sizes: those recorded."""
-    filled = [next((s for s in sizes if s >= record.num_tokens), record.num_tokens) for record in records]
-    known = sorted(table)
-    return float(np.interp(filled, known, [table[n] for n in known]).mean() / table[known[0]])
-
-
-def by_position(records) -> list[float]:
-    """Of the drafts that reached so far, the share that was kept at least so far: chains only."""
-    rows = [row for record in records for row in record.rows]
-    deepest = max(row.drafted for row in rows)
-    tried = [sum(row.drafted > i for row in rows) for i in range(deepest)]
-    return [sum(row.kept > i for row in rows) / n for i, n in enumerate(tried)]
-
-
-# ---------------------------------------------------------------- one kind of work, so many at once
 class Timed:
+    """Every side, and steps of every length, in turn: each round has its own requests, the same for all sides."""
+
     def __init__(self, options: Options, model: Model, kind: str, work: Work, seats: int, names: list[str]):
         self.case, self.kind, self.seats = f"{kind}, batch {seats}", kind, seats
-        self.itemsize, self.context = model.dtype.itemsize, int(mean(map(len, work.prompts)) + MOST // 2)
+        self.itemsize = model.dtype.itemsize
+        self.context = int(mean(len(p) + n / 2 for p, n in zip(work.prompts, work.lengths)))
         count = 2 * seats if options.quick else COUNTS.get(seats, max(5, 2 * seats))
         serving = partial(Server, model, work, seats, count)
         self.plain, self.sides = serving(), {}
-        if kind == "copy" and seats > 1:
-            names = names[:1]
-        for name, adaptive in product(names, (False, True)):
+        for name, adaptive in sides_of(kind, seats, names):
             drafter = drafter_for(name, model, options.k)
             self.sides[Side(name, adaptive, drafter.k)] = serving(drafter, adaptive)
         self.steps = Steps(model, [work.prompts[i % len(work.prompts)] for i in range(seats)], len(KS))
-        self.seconds: dict[int, list[float]] = defaultdict(list)
+        for _ in range(2):  # the first time warms up
+            self.seconds: dict[int, list[float]] = defaultdict(list)
+            self.time_steps()
         turns = {"": self.plain.round, "steps": self.time_steps} | {
             str(side): server.round for side, server in self.sides.items()
         }
@@ -229,12 +147,10 @@ class Timed:
         self.rates = in_turn(turns, warmup=0, repeats=ROUNDS, at_most=options.at_most, each=progress)
 
     def time_steps(self) -> None:
-        for again in (False, True):
+        for _ in range(max(1, 4 // self.seats)):
             self.steps.start(self.seats)
             for k in KS:
-                seconds = self.steps.seconds(k)
-                if again:
-                    self.seconds[k].append(seconds)
+                self.seconds[k].append(self.steps.seconds(k))
 
     def add_rows(self, report: Report, machine, model: Model) -> None:
         case, B, config = self.case, self.seats, model.config
@@ -260,7 +176,7 @@ class Timed:
         ratios = [a / b for a, b in zip(rates, self.rates[""])]
         agrees = 1 - abs(formula / (server.rate / self.plain.rate) - 1)
         note = f"predicted {formula:.2f}x: (1 + {made - 1:.2f}) / ({drafting:.3f} + {cost:.2f})"
-        target = self.target(side, median(ratios), agrees)
+        target = target_of(side, self.kind, self.seats, median(ratios), agrees)
         report.add(Row(f"{case} / without", "x", ratios, 1.0, target, note))
         share = f"{k:.1f} drafted, c = {drafting / k if k else 0:.3f}"
         report.add(Row(f"{case}: tokens of a step", "tokens", server.per_step, note=share))
@@ -269,16 +185,6 @@ class Timed:
             shares = by_position(server.records)
             note = "position by position: " + ", ".join(f"{share:.2f}" for share in shares)
             report.add(Row(f"{case}: kept by position", "share", shares, note=note))
-
-    def target(self, side: Side, measured: float, agrees: float) -> float | None:
-        """Adaptive only. What was trained may lose, where the formula says so."""
-        if not side.adaptive:
-            return None
-        if side.drafter == "ngram" and self.seats == 1 and self.kind == "copy":
-            return FAST
-        if side.drafter != "ngram" and self.seats == 1 and self.kind == "free":
-            return TRAINED if measured >= TRAINED or agrees < AGREES else None
-        return HARMLESS
 
     def agreement(self, server: Server) -> str:
         same = [server.said[key] == right for key, right in self.plain.said.items() if key in server.said]

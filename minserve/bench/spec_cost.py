@@ -34,7 +34,7 @@ K, RIGHT, AGREES = 4, 0.7, 0.75  # the drafts of the break-even batch; how well 
 
 
 def run(options: Options) -> Report:
-    report, name = options.report(), chosen(options)[0]
+    name = next(iter(chosen(options)), None)
     with Around(options) as around:
         model = load(name, options.dtype)
         context = min(256 if on_gpu() else 128, model.config.context // 2)
@@ -44,16 +44,23 @@ def run(options: Options) -> Report:
         del model
         clean_up()
     where = f"{label(name)} {options.dtype_name}, context {context}"
+    note = options.note(around.note)
+    return report_of(options, seconds, where, config, around.machine, note, context, itemsize)
+
+
+def report_of(options: Options, seconds, where: str, config, machine, note: str, context: int, itemsize: int):
+    """seconds: {(requests, k): one for each round}"""
+    report = options.report()
     for (B, k), samples in seconds.items():
-        bound = step_bound(config, around.machine, B, k, context, itemsize)
-        note = options.note(around.note) if not report.rows else ""
-        report.add(Row(f"{where}: {B} x {k + 1} tokens", "s", samples, bound, note=note))
+        bound = step_bound(config, machine, B, k, context, itemsize)
+        case = f"{where}: {B} x {k + 1} tokens"
+        report.add(Row(case, "s", samples, bound, note="" if report.rows else note))
     for k, target in TARGETS.items():
         shares = [one / its for one, its in zip(seconds[1, 0], seconds[1, k])]
         note = f"v({k}) = {1 / median(shares):.2f}"
         target = target if options.gpu_cases else None
         report.add(Row(f"{where}: T(1) / T({k + 1})", "share", shares, 1.0, target, note))
-    predicted = break_even(lambda B: growth(config, around.machine, B, K, context, itemsize))
+    predicted = break_even(lambda B: growth(config, machine, B, K, context, itemsize))
     add_break_even(report, where, seconds, predicted)
     return report
 
@@ -144,9 +151,8 @@ def step_bound(
 
 def growth(config: ModelConfig, machine: Machine, batch: int, k: float, context: int, itemsize: int) -> float:
     """v(k) by the roofline."""
-    return step_bound(config, machine, batch, k, context, itemsize) / step_bound(
-        config, machine, batch, 0, context, itemsize
-    )
+    many, one = (step_bound(config, machine, batch, n, context, itemsize) for n in (k, 0))
+    return many / one
 
 
 def tokens_of(k: int, right: float) -> float:
