@@ -135,7 +135,12 @@ class World:
     def same(self, graphs, plan):
         """One step on both roads, bit for bit."""
         batch, (logits, drawn, states), (mine, own, its), theirs = self.twice(graphs, plan)
-        assert torch.equal(its, states) and torch.equal(mine, logits) and mine.isfinite().all() and len(mine) == len(batch.sampled)
+        assert (
+            torch.equal(its, states)
+            and torch.equal(mine, logits)
+            and mine.isfinite().all()
+            and len(mine) == len(batch.sampled)
+        )
         if own is not None:
             assert torch.equal(own[0], drawn[0]) and own[1] == drawn[1]
             assert own[0].tolist() == logits.float().argmax(-1).tolist()
