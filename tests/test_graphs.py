@@ -119,7 +119,7 @@ class World:
                 request.pages.append(self.free.pop())
 
     def twice(self, graphs, plan):
-        """The step by `graphs`, and by the fused road on a copy of the cache: (theirs, ours), each (logits, drawn, states)."""
+        """The step by `graphs`, and by the fused road on a copy of the cache: (theirs, ours), each with states."""
         batch, theirs = self.batch(plan), copy.copy(self.cache)
         theirs.k, theirs.v = ([x.clone() for x in pool] for pool in (self.cache.k, self.cache.v))
         expected = self.module.Fused(self.model, theirs, self.packer.tokens.shape[1])(batch)
