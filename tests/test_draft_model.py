@@ -109,8 +109,7 @@ def in_the_cache(engine, drafter):
 
 
 # ---------------------------------------------------------------- same weights
-@pytest.mark.parametrize("step", ["plain", "fused", "graph"])
-@pytest.mark.parametrize("k", [1, 2, 4, 15])
+@pytest.mark.parametrize("k, step", [(1, "graph"), (2, "plain"), (4, "fused"), (4, "graph"), (15, "graph")])
 def test_its_own_weights_are_never_wrong(model, k, step, module=REAL):
     watched = Watched(model, module.DraftModel(model, k), check=in_the_cache, step=step)
     assert watched.answer() == plainly(model)
@@ -212,6 +211,16 @@ def test_half_right(model, noisy, module=REAL):
     assert watched.answer() == plainly(model)
     kept = [row.kept for row in watched.rows]
     assert sum(kept) > len(kept) / 2 and any(row.kept < row.drafted for row in watched.rows)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_targets_cache_may_be_quantized(model, kind, module=REAL):
+    """The draft's own is not: so it is right nearly always, as it cannot know what rounding will do."""
+    options = dict(kv_cache_dtype=kind, page_size=16)
+    without = Watched(model, module.DraftModel(model, 4), (0,), **options)
+    watched = Watched(model, module.DraftModel(model, 4), (4, 4, 0), in_the_cache, **options)
+    assert watched.answer() == without.answer()
+    assert not without.rows and sum(row.kept for row in watched.rows) > len(watched.rows)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2-window"])
@@ -366,8 +375,18 @@ def test_what_does_not_fit_is_refused(model, module=REAL):
 
 
 # ---------------------------------------------------------------- the target's own layers
-@pytest.mark.parametrize("step", ["plain", "fused", "graph"])
-@pytest.mark.parametrize("kind", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    "kind, step",
+    [
+        (None, "plain"),
+        (None, "graph"),
+        ("int8", "fused"),
+        ("int8", "graph"),
+        ("fp8", "graph"),
+        ("int4", "plain"),
+        ("int4", "graph"),
+    ],
+)
 def test_an_exit_at_the_end_is_never_wrong(model, kind, step, module=REAL):
     options = dict(kv_cache_dtype=kind, step=step, page_size=8 if kind != "int4" else 16)
     watched = Watched(model, module.EarlyExit(3, 4), **options)
@@ -379,7 +398,7 @@ def test_an_exit_at_the_end_is_never_wrong(model, kind, step, module=REAL):
     assert max(row.drafted for row in watched.rows) == 4
 
 
-@pytest.mark.parametrize("family", ["llama-3", "smollm2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "mistral"])
 def test_an_early_exit_leaves_tokens_alone(checkpoints, family, module=REAL):
     its = load(checkpoints(family))
     for layer, options in ((1, {}), (2, dict(num_pages=14)), (3, dict(step="plain"))):
