@@ -1,6 +1,6 @@
 """A drafter's part for a model, from nothing but the model: text, study, training, what it is worth, a file.
 
-    python -m minserve train medusa|exit|draft [--minutes 10] [--model FOLDER_OR_HUB_ID] [--out FILE] [--work DIR]
+    python -m minserve train medusa|exit|draft [--minutes 20] [--model FOLDER_OR_HUB_ID] [--out FILE] [--work DIR]
 
     text         the model asks and answers itself                        self_text.py   stays in --work
     study        the target's states and chances at every place of it     study.py       stays in --work
@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from minserve.sources import FULL, FetchError, require_space, say
 from minserve.study import HELD_OUT, Study, frequent
 from minserve.text import Tokenizer
 from minserve.trained import ASSETS, KINDS, build, fingerprint, save_part
-from minserve.training import Training, acceptance, medusa_ranks, start
+from minserve.training import EPOCHS, Training, acceptance, lessons, medusa_ranks, start
 from minserve.weights import load
 
 MEASURED_ON = 96  # conversations that are kept out
@@ -40,7 +41,7 @@ MEASURED_ON = 96  # conversations that are kept out
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, help="what to train")
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="of training; text and study come before it"
+        "--minutes", type=float, default=20.0, help="of training at most; text and study come before it"
     )
     parser.add_argument(
         "--steps", type=int, help="train for so many steps instead: the same result on any day"
@@ -113,7 +114,9 @@ def train(args, model: Model, tokenizer: Tokenizer | None, work: Path, out: Path
         say(f"goes on after {training.step:,} steps ({checkpoint})")
     keep = partial(save_checkpoint, training, checkpoint)
     try:
-        losses = training.run(args.minutes * 60, args.steps, keep)
+        losses = training.run(
+            inf if args.steps else args.minutes * 60, args.steps or steps_for(training), keep
+        )
     except KeyboardInterrupt:
         keep()
         raise
@@ -128,6 +131,11 @@ def train(args, model: Model, tokenizer: Tokenizer | None, work: Path, out: Path
     save_part(args.kind, part, model, out, **about)
     keep()  # with the last step: started again, there is nothing left to train
     return f"{summary(args.kind, worth)}\n  {out} ({out.stat().st_size:,} bytes), {work / args.kind}.png"
+
+
+def steps_for(training: Training) -> int:
+    whole, size = lessons(training.kind, training.study)
+    return EPOCHS[training.kind] * (len(whole) // size)
 
 
 def sizes_of(kind: str, config: ModelConfig) -> dict:

@@ -9,7 +9,7 @@ whose chances (what the target thinks comes next) its guess is compared with:
 
     loss = cross entropy(softmax(guess), chances), over answers only: nobody drafts questions
 
-The learning rate falls as a half cosine of the time that is allowed, or of a number of steps; AdamW does the rest.
+The learning rate falls as a half cosine of the time that is allowed, or of EPOCHS times the text; AdamW does the rest.
 Acceptance is measured on text nobody trained on. No draft is run for that: as long as a chain is right, it is the text.
 
 Invariant  a batch is decided by the seed and its number, so a resumed training goes on as if nothing had happened
@@ -29,7 +29,12 @@ from minserve.model import Model
 from minserve.study import LAST, Conversation, Study, frequent, run
 from minserve.trained import MedusaHeads, weights_of
 
-RATES = {"medusa": 4e-3, "exit": 3e-3, "draft": 3e-3}  # learning rates, at their highest
+RATES = {"medusa": 2e-3, "exit": 2e-3, "draft": 3e-3}  # learning rates, at their highest
+EPOCHS = {
+    "medusa": 1,
+    "exit": 1,
+    "draft": 8,
+}  # after that a part learns its text by heart: more needs more text
 DECAYS = {"medusa": 0.01, "exit": 0.01, "draft": 0.1}  # a draft has weights enough to learn the text by heart
 BATCH = {"medusa": 512, "exit": 512, "draft": 8}  # places, or conversations
 WARMUP = 0.02  # of the training
@@ -85,10 +90,15 @@ def draft_logits(part, study: Study, conversations):
 LOSSES = {"medusa": medusa_loss, "exit": exit_loss, "draft": draft_loss}
 
 
+def lessons(kind: str, study: Study):
+    """All that batches are made of, and the size of one: conversations for a draft, else places."""
+    whole = torch.arange(len(study.conversations)) if kind == "draft" else study.guessed.nonzero().flatten()
+    return whole, min(BATCH[kind], len(whole))
+
+
 def batches(kind: str, study: Study, seed: int, step: int):
     """Endless batches from number `step` on; every epoch is a permutation of its own."""
-    whole = torch.arange(len(study.conversations)) if kind == "draft" else study.guessed.nonzero().flatten()
-    size = min(BATCH[kind], len(whole))
+    whole, size = lessons(kind, study)
     each = len(whole) // size
     while True:
         epoch, at = divmod(step, each)
@@ -112,37 +122,37 @@ class Training:
             [],
         )  # losses: [seconds, step, mean loss since the last one]
 
-    def run(self, seconds: float, steps: int | None = None, each_minute=lambda: None, progress: bool = True):
-        """Train until `seconds` of training are over, or `steps` are done. Returns the losses."""
+    def run(self, seconds: float, steps: float = math.inf, each_minute=lambda: None, progress: bool = True):
+        """Train until `seconds` of training are over or `steps` are done, whichever is first. Returns the losses."""
         began, saved, recent = time.monotonic() - self.seconds, time.monotonic(), []
-        device = self.study.model.device.type
-        source = batches(self.kind, self.study, self.seed, self.step)
-        bar = tqdm(
-            total=steps or round(seconds), unit="step" if steps else "s", disable=not progress, desc=self.kind
-        )
-        while (done := self.step / steps if steps else self.seconds / seconds) < 1:
-            rate = min(1.0, (done + 1e-3) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
-            for group in self.optimizer.param_groups:
-                group["lr"] = RATES[self.kind] * rate
-            with torch.autocast(device, torch.bfloat16):
-                loss = LOSSES[self.kind](self.part, self.study, next(source))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            recent.append(loss.item())
-            self.step, self.seconds = self.step + 1, time.monotonic() - began
-            due = self.step / steps if steps else self.seconds / seconds
-            if due * 100 >= len(self.losses) + 1:
-                self.losses.append([round(self.seconds, 1), self.step, round(sum(recent) / len(recent), 4)])
-                bar.set_postfix(loss=f"{self.losses[-1][2]:.3f}")
-                recent = []
-            bar.update((self.step if steps else min(round(seconds), int(self.seconds))) - bar.n)
-            if time.monotonic() - saved > 60:
-                each_minute()
-                saved = time.monotonic()
-        bar.close()
+        source, device = batches(self.kind, self.study, self.seed, self.step), self.study.model.device.type
+        done = lambda: max(self.step / steps, self.seconds / seconds)
+        with tqdm(total=100, unit="%", disable=not progress, desc=self.kind) as bar:
+            while done() < 1:
+                recent.append(self._learn(next(source), done(), device))
+                self.step, self.seconds = self.step + 1, time.monotonic() - began
+                if done() * 100 >= len(self.losses) + 1:
+                    mean = sum(recent) / len(recent)
+                    self.losses.append([round(self.seconds, 1), self.step, round(mean, 4)])
+                    bar.set_postfix(loss=f"{mean:.3f}")
+                    recent = []
+                bar.update(min(100, int(done() * 100)) - bar.n)
+                if time.monotonic() - saved > 60:
+                    each_minute()
+                    saved = time.monotonic()
         return self.losses
+
+    def _learn(self, batch, done: float, device: str) -> float:
+        rate = min(1.0, (done + 1e-3) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATES[self.kind] * rate
+        with torch.autocast(device, torch.bfloat16):
+            loss = LOSSES[self.kind](self.part, self.study, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
 
     def state_dict(self) -> dict:
         progress = dict(step=self.step, seconds=self.seconds, losses=self.losses)
