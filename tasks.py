@@ -40,6 +40,8 @@ NOT_CORE = set(
 )
 NOT_CORE |= {"study", "training", "self_text"}  # how trained parts come about
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it
+TWO = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadfile"]  # files side by side, each on one thread
+ALONE = {"OMP_NUM_THREADS": "1"}
 WIDGET = "application/vnd.jupyter.widget-view+json"
 BENCHES = "decode decode-quant prefill step overhead paged-attention batching prefix chunked kv".split()
 GPU_BENCHES = BENCHES + [
@@ -76,24 +78,24 @@ def test():
     """set up, then every check: lint, floors, definitions, kernels interpreted and compiled, notebooks"""
     setup()
     tests = pytest("tests", "--ignore=tests/kernels", "--ignore=tests/test_floors.py")
-    tests += ["--ignore=tests/test_notebooks.py", "--durations=8"]
+    tests += ["--ignore=tests/test_notebooks.py", "--durations=8", *TWO]
     notebooks = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     # the C++ kernels are the same there: the step after it has them
-    interpreted = pytest("tests/kernels", "--durations=8", "--ignore-glob=*/test_native*.py")
+    interpreted = pytest("tests/kernels", "--durations=8", "--ignore-glob=*/test_native*.py", *TWO)
     steps = [
         ("lint", [py("-m", "ruff", "check", "."), py("-m", "ruff", "format", "--check", ".")], {}),
         ("floors and shape", [pytest("tests/test_floors.py", "tests/test_notebooks.py")], {}),
         ("model", [py("-m", "minserve", "fetch")], {}),
-        ("definitions", [tests], {}),
+        ("definitions", [tests], ALONE),
     ]
     if has_triton():
         steps += [
-            ("kernels, interpreted", [interpreted], {"TRITON_INTERPRET": "1"}),
-            ("kernels, compiled", [pytest("tests/kernels", "--durations=3")], {}),
+            ("kernels, interpreted", [interpreted], {"TRITON_INTERPRET": "1"} | ALONE),
+            ("kernels, compiled", [pytest("tests/kernels", "--durations=3", *TWO)], ALONE),
         ]
     else:
         print(f"No triton for {sys.platform}: kernels are neither interpreted nor compiled here.")
-        steps.append(("kernels' definitions", [pytest("tests/kernels")], {}))
+        steps.append(("kernels' definitions", [pytest("tests/kernels", *TWO)], ALONE))
     # lax: every cell must run, and those marked NBVAL_CHECK_OUTPUT must print what is recorded
     steps.append(("notebooks", [pytest("--nbval-lax", "--durations=5", *notebooks)], {}))
     steps.append(("size", [py("tasks.py", "lines")], {}))
