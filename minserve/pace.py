@@ -18,8 +18,8 @@ from minserve.request import Request
 class Pace:
     """How many drafts pay, from what steps of so many tokens have cost, and how often each request's were right.
 
-    With chance a of a request's next draft token, its i-th is kept with a^i. The likeliest of all requests come first, as
-    many as make the most tokens per second: (rows + sum of chances) / (seconds of a step over all of them + drafting).
+    With chance a of a request's next draft token, its i-th is kept with a^i. The likeliest of all requests come first,
+    as many as make the most tokens per second: (rows + sum of chances) / (seconds of a step over all + drafting).
     A size of step that was never measured is thought to cost what the next smaller one does, so it is tried once.
     """
 
