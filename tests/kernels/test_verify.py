@@ -170,6 +170,11 @@ def test_verify(V, seed, monkeypatch):
 
 
 @needs_kernel
+def test_worked():
+    check_worked(verify)
+
+
+@needs_kernel
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_more_rows(seed, monkeypatch):
@@ -327,8 +332,15 @@ def test_the_wrong_rule_is_rejected(what, right, wrong, tmp_path):
 
 
 # ---------------------------------------------------------------- wrong kernels
+def check_worked(module, n=48):
+    """The example of three tokens at n positions: about a third of the drafts are not kept."""
+    (logits, *rest), chances = rows_of(n, logs(P)), rows_of(n, logs(Q))[0]
+    agree(module, (logits, chances, sample_reference(chances, *rest, DRAFT), *rest))
+
+
 def kernel_battery(module):
     module.BLOCK = 16
+    check_worked(module)
     check_greedy_and_none(module, module.verify)
     check_broken(module, module.verify)
     check_walk_by_example(module, module.walk)
