@@ -336,6 +336,8 @@ def test_the_command_compares_and_reports(tmp_path):
             assert report.row(f"{where}: ngram, adaptive / without").target == (
                 1.8 if where == "copy, batch 1" else 0.97
             )
+    spec.draw(report, tmp_path / "pays.png")
+    assert (tmp_path / "pays.png").stat().st_size > 2000
 
 
 def test_a_drafter_that_is_not_there_is_named():

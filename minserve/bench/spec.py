@@ -16,6 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 
 import torch
@@ -189,3 +190,12 @@ class Timed:
     def agreement(self, server: Server) -> str:
         same = [server.said[key] == right for key, right in self.plain.said.items() if key in server.said]
         return f"{mean(same):.0%} of the answers are those without a draft"
+
+
+def draw(report: Report, path: Path) -> None:
+    """Where drafts pay on this machine, from the steps that were timed between the free answers."""
+    from minserve.lab import figures, spec_figures  # matplotlib: only for who draws
+
+    v, _ = spec_figures.recorded(report, "free")
+    ax = spec_figures.surface(figures.axes(6.4, 3.8), v)
+    figures.save(ax, path, spec_figures.surface_finding(v), report.where)
