@@ -45,7 +45,7 @@ class Server:
         self.records: list[StepRecord] = []
         self.per_step: list[float] = []  # tokens of a request, of each round
         self.said: dict[tuple[int, int], list[int]] = {}  # by round and place
-        serve(self.llm, work.first(seats, 12))  # warm
+        serve(self.llm, work.first(seats, 6))  # warm
 
     def clocked(self, method, *its):
         start = time.perf_counter()
