@@ -202,6 +202,10 @@ def test_untrained_heads(model, module=REAL):
     watched = Watched(model, drafter, (9, 4))
     assert watched.answer(PROMPTS) == plainly(model, PROMPTS)
     assert {row.drafted for row in watched.rows} >= {9, 4}
+    heads.heads.data.normal_()
+    for rows in (1, 2, 4, 5):
+        x = torch.randn(rows, 96)
+        torch.testing.assert_close(drafter.scores(x), heads(x), atol=1e-4, rtol=1e-4)
 
 
 # ---------------------------------------------------------------- which nodes
@@ -312,6 +316,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("medusa", "if not engine.cache.branches:", "if False:", "int4"),
     ("medusa", "[(0,) * d for d in range(1, depth + 1)]", "[(0,) * d for d in range(1, depth)]", "int4"),
     ("medusa", "self.owner[r.seat] == (r.id, r.preemptions)", "True", "somebody"),
+    ("medusa", "ahead = (x[:, None] + silu(turned))", "ahead = (x[:, None] + turned)", "untrained"),
     ("medusa", "r.granted and self.owner", "self.owner", "somebody"),
     ("medusa", "self.owner[r.seat] = r.id, r.preemptions", "pass", "chain"),
     ("medusa", "heappop(open_)[1]", "open_.pop()[1]", "best"),
