@@ -36,5 +36,5 @@ def drafter_for(
         return Medusa(part, **options)
     if name == "draft":
         return DraftModel(part, vocabulary=part.vocabulary, **options)
-    layer = options.pop("layer", None) or part.about.get("best", part.layers[0])
+    layer = options.pop("layer", part.about.get("best", part.layers[0]))
     return EarlyExit(layer, head=part[layer], **options)
