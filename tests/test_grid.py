@@ -4,9 +4,11 @@ With quantized weights that is the plain path of the same quantized weights, eac
 quantized cache it is tests/quantized_oracle.py.
 
 Each switch also has to show that it acted: a grid in which nothing is preempted proves nothing about preemption.
+Drafts are not drawn here: with them, too, tokens are those of the plain path, sampled ones included.
 """
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -16,12 +18,16 @@ import quantized_oracle
 import torch
 
 from minserve.calibration import quantize_model
+from minserve.draft_model import DraftModel, EarlyExit
 from minserve.engine import LLM
 from minserve.kernels import native
+from minserve.medusa import Medusa
 from minserve.prefill_decode import generate
 from minserve.quantization import QuantLinear, Scheme
 from minserve.quantized_cache import KINDS
 from minserve.request import SamplingParams, Status, seed_of
+from minserve.speculation import NGram
+from minserve.trained import MedusaHeads
 from minserve.weights import load
 
 SWITCHES = ["prefix", "chunks", "preemption", "priorities", "fork", "window", "small pages", "sampling"]
@@ -32,7 +38,13 @@ SWITCHES += [
 ]  # how a step is computed (a graph is fused, too), and when the next one is
 CACHES = {f"{kind} cache": kind for kind in KINDS}
 WEIGHTS = {"int8 weights": Scheme(8), "int4 weights": Scheme(4, 32, symmetric=False)}
-SWITCHES += [*CACHES, *WEIGHTS]
+DRAFTERS = {
+    "ngram": lambda model: NGram(4, longest=2, shortest=1),
+    "draft model": lambda model: DraftModel(nearly(model)),
+    "early exit": lambda model: EarlyExit(model.config.num_layers - 1),
+    "medusa": lambda model: Medusa(heads(model), tree=[(0,), (1,), (0, 0), (0, 1), (1, 0)]),
+}
+SWITCHES += [*CACHES, *WEIGHTS, *DRAFTERS]
 SYSTEM = [17, 3, 99, 4, 4, 250, 8, 61, 5, 90, 33, 2, 71, 18, 18, 6, 7, 44, 120, 9, 11, 12, 13]  # 23 tokens
 
 
@@ -49,6 +61,22 @@ def requests(on: frozenset[str], vocab: int, count: int = 8, new: int = 10):
         for i in range(count)
     ]
     return prompts, params
+
+
+def nearly(model):
+    """The same model, a little off: often right, and not always."""
+    if "nearly" not in model.__dict__:
+        other, generator = deepcopy(model), torch.Generator().manual_seed(0)
+        for weight in other.parameters():
+            if weight.ndim == 1:
+                weight.mul_(1 + 0.05 * torch.randn(weight.shape, generator=generator))
+        model.__dict__["nearly"] = other
+    return model.__dict__["nearly"]
+
+
+def heads(model):
+    """Untrained: each says of the newest token what the model said before it. Repetitions are guessed, nothing else."""
+    return MedusaHeads(model, torch.arange(model.config.vocab_size), 2)
 
 
 def serve(model, on: frozenset[str], prompts, params):
@@ -68,6 +96,8 @@ def serve(model, on: frozenset[str], prompts, params):
         ageing=2,
         step="graph" if "graph" in on else "fused" if "fused" in on else "plain",
         overlap="overlap" in on,
+        drafter=DRAFTERS[name](model) if (name := next(iter(on & set(DRAFTERS)), None)) else None,
+        adaptive=False,
         kv_cache_dtype=chosen(on, CACHES),
         **limits,
     )
@@ -158,6 +188,11 @@ def assert_acted(on: frozenset[str], llm):
     else:
         assert llm.seen["method"] == sum(bool(record.rows) for record in llm.log)
     assert (llm.seen["launched ahead"] > 4) == ("overlap" in on)
+    drafted, kept = sum(row.drafted for row in rows), sum(row.kept for row in rows)
+    assert bool(on & set(DRAFTERS)) == (drafted > 0)
+    if drafted:
+        assert llm.speculation.on and drafted > kept
+        assert kept > 0 or "sampling" in on or "preemption" in on or "draft model" not in on
 
 
 def check(model, on: frozenset[str], **size):
@@ -195,13 +230,14 @@ def real(smollm):
     return cache(lambda weights: rounded(load(smollm, torch.float32), weights))
 
 
-ONE_OF = [set(CACHES), set(WEIGHTS)]  # these exclude each other
+ONE_OF = [set(CACHES), set(WEIGHTS), {*DRAFTERS, "overlap"}]  # these exclude each other
 # Roundings amplify: one of thousands that falls the other way moves int4's logits, and a draw may see it
-ALL = frozenset(SWITCHES) - {"fp8 cache", "int4 cache", "int8 weights"}
+ALL = frozenset(SWITCHES) - {"fp8 cache", "int4 cache", "int8 weights", *DRAFTERS}
 GREEDY = ALL - {"sampling", "int8 cache"} | {"int4 cache"}
 CASES = [frozenset(c) for size in (0, 1, 2) for c in combinations(SWITCHES, size)] + [ALL, GREEDY]
+CASES += [all_of - {"overlap"} | {name} for name in DRAFTERS for all_of in (ALL, GREEDY, ALL - {"window"})]
 CASES = [on for on in CASES if not any(len(on & kinds) > 1 for kinds in ONE_OF)]
-LATER = {"fused", "overlap", *CACHES, *WEIGHTS}  # in pairs, left out of `make quick`
+LATER = {"fused", "overlap", *CACHES, *WEIGHTS, *DRAFTERS}  # in pairs, left out of `make quick`
 
 
 QUICK = [on for on in CASES if len(on) == 1 or not on & LATER]
@@ -222,9 +258,19 @@ def test_tokens_equal_the_plain_path(models, on):
         {"int8 cache", "int8 weights", "prefix", "graph"},
         ALL - {"window", "int4 weights", *CACHES},
         ALL - {"window", *CACHES},
+        {"early exit", "prefix", "chunks", "graph"},
+        {"medusa", "fork", "int8 cache", "graph"},
+        {"ngram", "sampling", "preemption"},
     ],
     ids=lambda on: " + ".join(sorted(on)),
 )
 def test_the_real_model(real, on):
     on = frozenset(on)
     check(real(chosen(on, WEIGHTS)), on, count=5, new=5)
+
+
+def test_drafts_do_not_go_with_steps_ahead(models):
+    for name in DRAFTERS:
+        model = models(frozenset())
+        with pytest.raises(ValueError, match="use one of the two"):
+            LLM(model, num_pages=9, drafter=DRAFTERS[name](model), overlap=True)
