@@ -29,13 +29,9 @@ from minserve.model import Model
 from minserve.study import LAST, Conversation, Study, frequent, run
 from minserve.trained import MedusaHeads, weights_of
 
-RATES = {"medusa": 2e-3, "exit": 2e-3, "draft": 3e-3}  # learning rates, at their highest
-EPOCHS = {
-    "medusa": 1,
-    "exit": 1,
-    "draft": 8,
-}  # after that a part learns its text by heart: more needs more text
-DECAYS = {"medusa": 0.01, "exit": 0.01, "draft": 0.1}  # a draft has weights enough to learn the text by heart
+RATES = {"medusa": 2e-3, "exit": 5e-3, "draft": 3e-3}  # learning rates, at their highest
+EPOCHS = {"medusa": 2, "exit": 3, "draft": 8}  # more time than that needs more text
+DECAY = 0.1  # of weights: a part has enough of them to learn a text by heart
 BATCH = {"medusa": 512, "exit": 512, "draft": 8}  # places, or conversations
 WARMUP = 0.02  # of the training
 LONGEST = 8  # drafts of a chain whose acceptance is measured
@@ -115,7 +111,7 @@ class Training:
         self.kind, self.part, self.study, self.seed = kind, part.float(), study, seed
         names = weights_of(part)
         weights = [p for name, p in part.named_parameters() if name in names]
-        self.optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=DECAYS[kind])
+        self.optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=DECAY)
         self.step, self.seconds, self.losses = (
             0,
             0.0,
