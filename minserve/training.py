@@ -30,7 +30,7 @@ from minserve.study import LAST, Conversation, Study, frequent, run
 from minserve.trained import MedusaHeads, weights_of
 
 RATES = {"medusa": 2e-3, "exit": 5e-3, "draft": 3e-3}  # learning rates, at their highest
-EPOCHS = {"medusa": 2, "exit": 3, "draft": 8}  # more time than that needs more text
+EPOCHS = {"medusa": 2, "exit": 3, "draft": 24}  # more time than that needs more text
 DECAY = 0.1  # of weights: a part has enough of them to learn a text by heart
 BATCH = {"medusa": 512, "exit": 512, "draft": 8}  # places, or conversations
 WARMUP = 0.02  # of the training
