@@ -40,6 +40,8 @@ def counts_what_is_right(drafting, model):
     ranks[2:, 1] = -1  # behind the end
     assert drafting.right(ranks) == [pytest.approx([1 / 4, 2 / 4, 3 / 4]), pytest.approx([0, 1 / 2, 1 / 2])]
     assert drafting.chain_gains([[0.5, 0.3], [0.4, 0.1], [0.1, 0.1]]) == pytest.approx([0.5, 0.2, 0.02])
+    assert drafting.widths([(0,), (1,), (0, 0), (2,), (0, 0, 0)]) == [3, 1, 1]
+    assert drafting.lengths([0.5, 0.2]) == pytest.approx([1.5, 1.7])
 
 
 def finds_all_trees(drafting, model):
@@ -119,7 +121,24 @@ def counts_second_tokens(drafting, model):
     assert shares.tolist() == pytest.approx(table[2].softmax(-1).tolist(), abs=0.12)
 
 
+def finds_a_place_to_look_at(drafting, model):
+    """Text 0 1 2 3 | 4 5 6 7, tokens 10 times that; head 0 names column 6 everywhere, which is token 60."""
+    few = torch.tensor([[1, 6], [2, 6], [3, 6], [4, 6], [5, 6], [6, 5], [7, 6], [0, 6]], dtype=torch.int32)
+    x = torch.tensor([0.1, 0.01, 0.02, 0.5, 0.05, 0.4, 0.45, 0.5])  # chances of the second of each
+    study = SimpleNamespace(
+        guessed=torch.tensor([0, 1, 1, 0, 1, 1, 1, 0]).bool(), ends=torch.tensor([4] * 4 + [8] * 4),
+        starts=torch.tensor([0, 4, 8]), tokens=10 * torch.arange(8), vocabulary=10 * torch.arange(8),
+        ids=few, chances=torch.stack((1 - x, x), 1), states={drafting.LAST: torch.zeros(8, 3)},
+        to=lambda places, what: what[places],
+    )  # fmt: skip
+    heads = lambda x: torch.nn.functional.one_hot(torch.full((len(x), 2), 6), 8)
+    heads.rows = torch.zeros(1)
+    # places 1, 4, 5 have two successors, 2 has not; of the next .99, .95, .6, .98; of 60 behind it .02, .6, .45, .5
+    assert drafting.undecided(heads, study) == ([40], 50, 60)
+
+
 TESTS = [
+    finds_a_place_to_look_at,
     lines_up, counts_what_is_right, finds_all_trees, says_what_pays, counts_bytes_once, talks, hears,
     finds_keys_in_place, counts_second_tokens,
 ]  # fmt: skip
@@ -131,10 +150,17 @@ def test_right(test, model):
 
 
 WRONG = [
+    (finds_a_place_to_look_at, "places[places + 2 < study.ends[places]]", "places"),
+    (finds_a_place_to_look_at, "chance(places + 1, named)", "chance(places, named)"),
+    (finds_a_place_to_look_at, "sure.square() * x * (1 - x)", "x * (1 - x)"),
+    (finds_a_place_to_look_at, "sure.square() * x * (1 - x)", "sure"),
+    (finds_a_place_to_look_at, "study.tokens[start : places", "study.tokens[: places"),
     (lines_up, "range(1, len(names) + 1)", "range(len(names))"),
     (lines_up, "p + ahead < len(words)", "p + ahead < len(words) - 1"),
     (counts_what_is_right, "head[head[:, 0] >= 0]", "head.clamp(min=0)"),
     (counts_what_is_right, "inside[:, :n].amax(1)", "inside[:, n - 1]"),
+    (counts_what_is_right, "range(1, max(depths) + 1)", "range(1, max(depths))"),
+    (counts_what_is_right, "initial=1.0))[1:]", "initial=1.0))[:-1]"),
     (finds_all_trees, "path[:-1] in tree", "True"),
     (says_what_pays, "1 + kept) /", "kept) /"),
     (says_what_pays, "- k * c", "- c"),

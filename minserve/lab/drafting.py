@@ -8,6 +8,7 @@
     listen(llm)                           steps of an engine as they pass: tokens, draft, logits
     behind_chains(model, tokens, draft)   the logits at a tree's places, from the chain to each of them
     in_place(llm, prompt, layers)         whose keys the draft has written already, when verification begins
+    undecided(heads, study)               a place of a text where a rule of acceptance shows
     second_tokens(...)                    which tokens follow the likeliest first one, many times over
     cost(run, plain, k)                   what a draft and what verifying cost, from two runs
     pays(kept, k, c, v)                   the break-even formula
@@ -27,6 +28,7 @@ from minserve.lab.quality import logits_of
 from minserve.lab.rounds import Run
 from minserve.model import Model
 from minserve.request import Draft, SamplingParams
+from minserve.study import LAST, Study
 
 
 # ---------------------------------------------------------------- text, lined up
@@ -50,10 +52,10 @@ def talk(
 def lined_up(words: list[str], heads: int) -> str:
     """A line per place: its token, then what the own head and each further one must say there; "-" behind the end."""
     names = ["own head", *(f"head {h}" for h in range(heads))]
-    lines = ["place  token        " + "".join(f"{name:<14}" for name in names)]
+    lines = ["place  token         " + "".join(f"{name:<15}" for name in names)]
     for p, word in enumerate(words):
         said = [words[p + ahead] if p + ahead < len(words) else "-" for ahead in range(1, len(names) + 1)]
-        lines.append(f"{p:>5}  {word:<13}" + "".join(f"{its:<14}" for its in said))
+        lines.append(f"{p:>5}  {word:<14}" + "".join(f"{its:<15}" for its in said))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -72,11 +74,22 @@ def chain_gains(accuracies: list[list[float]]) -> list[float]:
     return list(accumulate((ranks[0] for ranks in accuracies), mul))
 
 
+def lengths(gains: list[float]) -> list[float]:
+    """Tokens per step with the first 1, 2, ... nodes of a draft: each adds its gain, and one token comes on top."""
+    return list(accumulate(gains, initial=1.0))[1:]
+
+
 def all_trees(ranks: list[int], nodes: int) -> list[list[tuple]]:
     """Every tree of so many nodes, each a path of ranks, where depth d has ranks[d] candidates; parents come first."""
     every = [path for depth in range(len(ranks)) for path in product(*map(range, ranks[: depth + 1]))]
     whole = lambda tree: all(len(path) == 1 or path[:-1] in tree for path in tree)
     return [list(tree) for tree in combinations(every, nodes) if whole(tree)]
+
+
+def widths(paths: list[tuple]) -> list[int]:
+    """Of a tree: nodes at depth 1, 2, ..."""
+    depths = [len(path) for path in paths]
+    return [depths.count(depth) for depth in range(1, max(depths) + 1)]
 
 
 def pays(kept: float, k: int, c: float, v: float) -> float:
@@ -126,6 +139,26 @@ def in_place(llm: LLM, prompt: list[int], layers, step: int = 1) -> dict[int, bo
     llm.generate(prompt, SamplingParams(max_tokens=8 * (1 + step), ignore_eos=True), progress=False)
     llm.compute = compute
     return found[step]
+
+
+@torch.inference_mode()
+def undecided(heads, study: Study) -> tuple[list[int], int, int]:
+    """A place of a text where the next token is all but certain, and what head 0 names behind it a matter of chance.
+
+    Returns the tokens up to there, the next one, and the named one.
+    """
+    places = study.guessed.nonzero().flatten()
+    places = places[places + 2 < study.ends[places]]
+    named = heads(study.to(places, study.states[LAST]).to(heads.rows.dtype))[:, 0].argmax(-1).cpu()  # columns
+    vocabulary = study.vocabulary.cpu()
+    follows = torch.searchsorted(vocabulary, study.tokens[places + 1]).clamp_max(len(vocabulary) - 1)
+    known = vocabulary[follows] == study.tokens[places + 1]
+    chance = lambda at, column: (study.chances[at] * (study.ids[at] == column[:, None])).sum(-1)
+    sure, x = chance(places, follows) * known, chance(places + 1, named)
+    at = int((sure.square() * x * (1 - x)).argmax())
+    start = study.starts[study.starts <= places[at]][-1]
+    text = study.tokens[start : places[at] + 2].tolist()
+    return text[:-1], text[-1], int(vocabulary[named[at]])
 
 
 def second_tokens(
