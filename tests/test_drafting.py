@@ -131,10 +131,12 @@ def finds_a_place_to_look_at(drafting, model):
         ids=few, chances=torch.stack((1 - x, x), 1), states={drafting.LAST: torch.zeros(8, 3)},
         to=lambda places, what: what[places],
     )  # fmt: skip
-    heads = lambda x: torch.nn.functional.one_hot(torch.full((len(x), 2), 6), 8)
+    heads = lambda x: torch.nn.functional.one_hot(torch.full((len(x), 2), 6), 8) * (1 - x[:, :1, None])
     heads.rows = torch.zeros(1)
     # places 1, 4, 5 have two successors, 2 has not; of the next .99, .95, .6, .98; of 60 behind it .02, .6, .45, .5
     assert drafting.undecided(heads, study) == ([40], 50, 60)
+    study.states[drafting.LAST][4] = 1  # here it has no opinion
+    assert drafting.undecided(heads, study) == ([40, 50], 60, 60)
 
 
 TESTS = [
@@ -152,8 +154,9 @@ def test_right(test, model):
 WRONG = [
     (finds_a_place_to_look_at, "places[places + 2 < study.ends[places]]", "places"),
     (finds_a_place_to_look_at, "chance(places + 1, named)", "chance(places, named)"),
-    (finds_a_place_to_look_at, "sure.square() * x * (1 - x)", "x * (1 - x)"),
+    (finds_a_place_to_look_at, "sure.square() * x", "x"),
     (finds_a_place_to_look_at, "sure.square() * x * (1 - x)", "sure"),
+    (finds_a_place_to_look_at, " * (best - second)", ""),
     (finds_a_place_to_look_at, "study.tokens[start : places", "study.tokens[: places"),
     (lines_up, "range(1, len(names) + 1)", "range(len(names))"),
     (lines_up, "p + ahead < len(words)", "p + ahead < len(words) - 1"),

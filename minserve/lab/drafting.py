@@ -149,13 +149,14 @@ def undecided(heads, study: Study) -> tuple[list[int], int, int]:
     """
     places = study.guessed.nonzero().flatten()
     places = places[places + 2 < study.ends[places]]
-    named = heads(study.to(places, study.states[LAST]).to(heads.rows.dtype))[:, 0].argmax(-1).cpu()  # columns
+    says = heads(study.to(places, study.states[LAST]).to(heads.rows.dtype))[:, 0].float().softmax(-1)
+    (best, second), (named, _) = (its.T.cpu() for its in says.topk(2))  # named: columns
     vocabulary = study.vocabulary.cpu()
     follows = torch.searchsorted(vocabulary, study.tokens[places + 1]).clamp_max(len(vocabulary) - 1)
     known = vocabulary[follows] == study.tokens[places + 1]
     chance = lambda at, column: (study.chances[at] * (study.ids[at] == column[:, None])).sum(-1)
     sure, x = chance(places, follows) * known, chance(places + 1, named)
-    at = int((sure.square() * x * (1 - x)).argmax())
+    at = int((sure.square() * x * (1 - x) * (best - second)).argmax())  # a tie would turn with the rounding
     start = study.starts[study.starts <= places[at]][-1]
     text = study.tokens[start : places[at] + 2].tolist()
     return text[:-1], text[-1], int(vocabulary[named[at]])
