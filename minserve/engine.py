@@ -129,7 +129,9 @@ class Engine:
         if step == "fused":
             return Fused(self.model, self.cache, self.packer.tokens.shape[1])
         if step == "graph":
-            drafts = (drafter.k, drafter.branches and self.cache.branches) if drafter else (0, False)
+            drafts = ()
+            if drafter:
+                drafts = drafter.k, drafter.branches and self.cache.branches, self.scheduler.token_budget
             return Graphs(self.model, self.cache, self.packer, self.sampler, sys.stderr.isatty(), *drafts)
         return self._plain
 

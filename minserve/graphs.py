@@ -66,13 +66,15 @@ class Graphs(Fused):
         progress: bool = False,
         drafts: int = 0,
         branches: bool = False,
+        budget: int = MOST_DRAFTED,
     ):
-        """`drafts`: the most tokens that a row may verify besides its own. `branches`: they may be trees."""
+        """`drafts`: the most tokens that a row may verify besides its own. `branches`: they may be trees. `budget`: the
+        most tokens of a step, drafts included."""
         super().__init__(model, cache, packer.tokens.shape[1])
         seats, width = packer.tables.shape
         room, on_gpu = width * packer.page_size, model.device.type == "cuda"
         few = self.model.few if cache.on_native else 0
-        most = max(seats, min(seats * (1 + drafts), MOST_DRAFTED))
+        most = max(seats, min(seats * (1 + drafts), MOST_DRAFTED, budget))
         rows = buckets_up_to(most if on_gpu else min(most, few))
         reaches = [r for r in (2048 * 4**i for i in range(10)) if r < room] if on_gpu else []
         graph = partial(CudaGraph, torch.cuda.graph_pool_handle()) if on_gpu else CallList

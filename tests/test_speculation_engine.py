@@ -517,6 +517,16 @@ def test_quantized_caches(model, kind, step):  # noqa: F811
         assert row.computed % page + row.num_tokens < page
 
 
+@pytest.mark.parametrize("kind", [None, "int8", "fp8", "int4"])
+def test_recorded_steps_are_no_larger_than_the_budget(model, known, kind):  # noqa: F811
+    """8 requests with 4 drafts each would be 40 rows, and there is room for 20."""
+    e = speculative(model, known.right, step="graph", token_budget=20, max_running=8, kv_cache_dtype=kind)
+    assert max(e.compute.rows, default=0) <= 20
+    outputs = [e.add([i], replace(FREE, max_tokens=4))[0] for i in range(8)]
+    run(e)
+    assert {o.finish_reason for o in outputs} == {"length"} and drafted(e)[0] > 0
+
+
 def test_a_tree_over_rounded_keys(model):  # noqa: F811
     """int8 and fp8 can be moved: the path that was kept is brought together, scales and all."""
     params = SamplingParams(max_tokens=16, seed=0, ignore_eos=True)
