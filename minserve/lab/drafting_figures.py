@@ -105,9 +105,7 @@ def surface(ax, layers, ks, speedups: list[list[float]], measured: dict[tuple, f
     ax.set_yticks([r + 0.5 for r in range(len(layers))], [f"{e} layers" for e in layers])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel(
-        "drafts per step, k   (times as fast as without, by the formula; framed: measured, too)", fontsize=9
-    )
+    ax.set_xlabel("drafts per step, k   (times as fast, by the formula; framed: measured, too)", fontsize=9)
     best, e, k = max((value, e, k) for e, line in zip(layers, speedups) for k, value in zip(ks, line))
     titled(
         ax, f"Best by the formula: {k} draft{'s' * (k > 1)} from {e} layers, {best:.2f} times as fast", where
