@@ -270,7 +270,8 @@ class DraftModel(StepByStep):
 
 
 def check_speaks(draft: Model, vocabulary, target: Model) -> None:
-    rows, reads, V = len(draft.head), len(draft.embed_tokens.weight), target.config.vocab_size
+    reads, V = len(draft.embed_tokens.weight), target.config.vocab_size
+    rows = reads if draft.config.tied else draft.lm_head.out_features  # a quantized head has no `weight`
     if reads != V:
         raise ValueError(
             f"the draft model's vocabulary has {reads:,} tokens and the target's {V:,}: their ids do not mean the same "
