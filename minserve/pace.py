@@ -26,7 +26,8 @@ class Pace:
     LOOK_AGAIN = 64  # steps after which drafts are tried as if they cost nothing: things may have changed
 
     def __init__(self, expected: float = 0.7):
-        self.expected = expected  # of a request that is not known yet
+        """`expected`: the chance of a draft before anything is known. Of a tree: how its gains turn out here, 1."""
+        self.all = 8 * expected, 8.0  # kept and tried, of all requests: what a new one is thought to be like
         self.step: dict[int, float] = {}  # tokens -> seconds
         self.draft = 0.0  # seconds for one more token of every draft, or for all of them
         self.right: dict[int, tuple[float, float]] = {}  # request id -> kept, tried: recent ones count more
@@ -41,7 +42,7 @@ class Pace:
 
     def chance(self, request: Request) -> float:
         kept, tried = self.right.get(request.id, (0.0, 0.0))
-        return (kept + self.expected) / (tried + 1)
+        return (kept + self.all[0] / self.all[1]) / (tried + 1)
 
     def choose(
         self, requests: list[Request], limits: list[int], gains=None, serial: bool = True
@@ -59,7 +60,7 @@ class Pace:
         if gains is None:
             chances = chance ** np.arange(1, most + 1)  # [B, most]
         else:
-            chances = np.minimum(chance / self.expected * np.array(gains[:most]), 1.0)
+            chances = np.minimum(chance * np.array(gains[:most]), 1.0)
         chances = np.where(np.arange(most) < np.array(limits)[:, None], chances, 0.0)
         order = np.argsort(-chances, axis=None, kind="stable")  # within a request the order of the draft
         order = order[chances.flat[order] > 0]
@@ -72,8 +73,10 @@ class Pace:
         return np.bincount(order[:n] // most, minlength=B).tolist()
 
     def learn(self, request: Request, tried: float, kept: int) -> None:
+        """Of `tried` drafts, or of as many as a tree's gains let expect, `kept` were right."""
         before = self.right.get(request.id, (0.0, 0.0))
         self.right[request.id] = 0.9 * before[0] + kept, 0.9 * before[1] + tried
+        self.all = 0.99 * self.all[0] + kept, 0.99 * self.all[1] + tried
 
     def timed(self, tokens: int, seconds: float) -> None:
         """A hiccup must not count for long: down at once, up slowly."""

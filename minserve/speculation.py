@@ -109,9 +109,10 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, engine, adaptive: bool = True):
         self.drafter, self.engine, self.adaptive = drafter, engine, adaptive
-        self.pace, self.on, self._packing = Pace(), True, 0.0
+        self.on, self._packing = True, 0.0
         self.drafted, self.kept = ([0] * drafter.k for _ in range(2))  # by position in the draft
         drafter.attach(engine)
+        self.pace = Pace(1.0 if drafter.gains else 0.7)
         most = MOST_TREE if drafter.branches else MOST_CHAIN
         if not 1 <= drafter.k <= most:
             raise ValueError(
@@ -251,7 +252,7 @@ class Speculation:
                 self.drafted[i] += 1
                 self.kept[i] += i < n
             gains = self.drafter.gains
-            tried = sum(gains[:drafted]) / self.pace.expected if gains else n + (n < drafted)
+            tried = sum(gains[:drafted]) if gains else n + (n < drafted)
             self.pace.learn(request, tried, n)
 
 

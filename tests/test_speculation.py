@@ -277,9 +277,20 @@ def test_recent_drafts_count_more():
     assert pace.chance(its) < 0.25
 
 
+def test_a_new_request_is_thought_to_be_like_the_others():
+    pace = Pace()
+    for i in range(5):
+        for _ in range(10):
+            pace.learn(request([1], i), 1, 0)
+    assert pace.chance(request([1], 9)) < 0.2
+    pace.learn(request([1], 9), 8, 8)
+    assert pace.chance(request([1], 9)) > 0.8  # its own drafts say more
+    assert pace.chance(request([1], 10)) < 0.4  # and one alone does not speak for all
+
+
 def test_a_tree_is_cut_where_its_gains_no_longer_pay():
     """Each node by the share of steps that keep it elsewhere, scaled by how this request does."""
-    pace, its = Pace(expected=0.5), request([1])
+    pace, its = Pace(expected=1.0), request([1])
     pace.step = {n: 1 + n / 10 for n in range(1, 9)}
     gains = [0.5, 0.3, 0.25, 0.02, 0.01]
     rates = [(1 + sum(gains[:k])) / (1 + (k + 1) / 10) for k in range(6)]

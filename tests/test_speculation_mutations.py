@@ -173,6 +173,8 @@ PACES = [
     ("min(seconds, before + 0.2 * (seconds - before))", "max(seconds, before)"),
     ("0.9 * before[0] + kept, 0.9 * before[1] + tried", "before[0] + kept, before[1] + tried"),
     ("if self.turns % self.LOOK_AGAIN == 0:", "if False:"),
+    ("(kept + self.all[0] / self.all[1]) / (tried + 1)", "(kept + 0.7) / (tried + 1)"),
+    ("0.99 * self.all[0] + kept, 0.99 * self.all[1] + tried", "kept, max(tried, 1)"),
 ]
 
 
@@ -188,6 +190,7 @@ def test_a_wrong_pace_is_noticed(monkeypatch, right, wrong):
         units.test_a_hiccup_is_forgotten()
         units.test_recent_drafts_count_more()
         units.test_what_is_known_is_looked_at_again()
+        units.test_a_new_request_is_thought_to_be_like_the_others()
 
 
 @pytest.mark.parametrize("case", CASES)
