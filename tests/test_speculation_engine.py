@@ -15,6 +15,7 @@ import quantized_oracle
 import torch
 from speculation_world import Known, Scripted, tree_of, truth
 from test_engine import MIXED, PROMPTS, engine, model, run, tokenizer  # noqa: F401  fixtures
+from test_overlap import LIMITS, assert_alike, live_through, orders
 
 from minserve.engine import LLM, Engine
 from minserve.pages import PagePool
@@ -463,6 +464,20 @@ def test_who_leaves_while_drafts_are_pending_leaves_nothing(model, known, gone):
     for o in alive[:3]:
         assert o.tokens == known.of(o.request)[0][: len(o.tokens)] and not o.request.pages
     assert_answers(e, known, [o for o in outputs if o not in alive[:3]])
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
+def test_a_day_with_drafts_gives_what_a_day_without_gives(model, known, tokenizer, seed):  # noqa: F811
+    """Requests of every kind come and go, some are aborted, pages run short; and anything at all is drafted."""
+    day, limits = orders(random.Random(seed), tokenizer), LIMITS[seed % 3]
+    expected, _ = live_through(engine(model, tokenizer, overlap=False, **limits), day, seed)
+    drafter = Scripted(chaos(known, random.Random(seed)), 5)
+    e = engine(model, tokenizer, drafter=drafter, adaptive=False, step=KINDS[seed % 3], **limits)
+    got, _ = live_through(e, day, seed)
+    assert_alike(got, expected)
+    assert e.speculation.on and drafted(e)[1] > 5
 
 
 # ---------------------------------------------------------------- other models, other caches
