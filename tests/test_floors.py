@@ -24,7 +24,16 @@ FLOORS = [
     {"draft_model", "medusa", "drafters", "training"},  # 6  who proposes, and computes for it | how it learns
     {"engine"},  # 7  the loop
     {"async_engine", "server", "metrics", "cluster", "simulator"},  # 8  many callers; one machine to many
-    {"lab", "bench", "__main__", "chat", "doctor", "quantize", "train", "self_text"},  # 9  measures and commands
+    {
+        "lab",
+        "bench",
+        "__main__",
+        "chat",
+        "doctor",
+        "quantize",
+        "train",
+        "self_text",
+    },  # 9  measures and commands
 ]
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 NO_TORCH = {"config", "request", "step_log", "pages", "scheduler"}
