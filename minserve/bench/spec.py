@@ -32,7 +32,7 @@ from minserve.lab.report import Report, Row
 from minserve.model import Model
 
 PROMPTS, MOST, ROUNDS = 20, 36, 3  # of each kind; tokens of an answer
-COUNTS = {1: 5, 4: 8, 16: 20}  # requests of a round, by seats
+COUNTS = {1: 5, 4: 8, 16: 24}  # requests of a round, by seats
 EXACT = 3, 24  # prompts of each kind, and tokens of an answer, that are compared in fp32
 FAST, HARMLESS, TRAINED, AGREES = 1.8, 0.97, 1.2, 0.9
 
