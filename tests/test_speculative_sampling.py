@@ -126,7 +126,7 @@ CASES = [(1, "top-p"), (5, "top-k"), *(pytest.param(5, cut, marks=pytest.mark.sl
 def test_what_is_drawn_is_distributed_as_without(name, batch, cut):
     target = markov(TARGET)
     answers, llm = answers_of(
-        target, DRAFTERS[name](target), CUTS[cut], tokens=300 if batch == 1 else 600, batch=batch
+        target, DRAFTERS[name](target), CUTS[cut], tokens=600 if batch == 1 else 1500, batch=batch
     )
     tried, right = kept(llm)
     assert llm.speculation.on and 20 < right < tried
@@ -136,9 +136,9 @@ def test_what_is_drawn_is_distributed_as_without(name, batch, cut):
 def test_other_distributions_are_told_apart():
     """The count can fail: warmer, or as if the last token did not matter."""
     target, params = markov(TARGET), CUTS["temperature"]
-    answers, _ = answers_of(target, None, params, tokens=600, batch=20)
+    answers, _ = answers_of(target, None, params, tokens=1500, batch=20)
     assert how_wrong(answers, TARGET, SamplingParams(**params)) < 1
-    assert how_wrong(answers, TARGET, SamplingParams(temperature=1.5)) > 1
+    assert how_wrong(answers, TARGET, SamplingParams(temperature=1.0)) > 1
     assert how_wrong(answers, TARGET, SamplingParams(temperature=0.7, top_p=0.9)) == math.inf
     assert how_wrong(answers, TARGET.exp().mean(0).log().expand(V, V), SamplingParams(**params)) > 1
 
