@@ -272,7 +272,7 @@ class DraftModel(StepByStep):
 def check_speaks(draft: Model, vocabulary, target: Model) -> None:
     reads, V = len(draft.embed_tokens.weight), target.config.vocab_size
     head = draft.embed_tokens if draft.config.tied else draft.lm_head
-    rows = len(head.weight) if hasattr(head, "weight") else head.out_features  # the latter where it is quantized
+    rows = len(head.weight) if hasattr(head, "weight") else head.out_features  # a quantized one
     if reads != V:
         raise ValueError(
             f"the draft model's vocabulary has {reads:,} tokens and the target's {V:,}: their ids do not mean the same "
