@@ -131,8 +131,15 @@ class Packer:
         tokens = [[r.tokens[-1], *r.draft.tokens] for r in drafted]
         rows = [r.seat for r, its in zip(drafted, tokens) for _ in its]
         columns = [len(r.tokens) - 1 + i for r, its in zip(drafted, tokens) for i in range(len(its))]
-        at = to_device(torch.tensor([rows, columns, sum(tokens, [])]), self.device)
-        self.tokens[at[0], at[1]] = at[2].int()
+        self.write(rows, columns, sum(tokens, []))
+
+    def write(self, seats: list[int], columns: list[int], tokens: list[int]) -> None:
+        """Tokens at places that the host names."""
+        if self.device.type == "cpu":
+            self.tokens.numpy()[seats, columns] = tokens  # the same memory, without the dispatch of a tensor
+        elif seats:
+            at = to_device(torch.tensor([seats, columns, tokens]), self.device)
+            self.tokens[at[0], at[1]] = at[2].int()
 
     def note(self, batch: Batch, tokens) -> None:
         """Write the drawn tokens [len(batch.sampled)] behind those they follow, without leaving the device."""

@@ -34,7 +34,13 @@ def drafter_for(
     part = load_part(name, model, path)
     if name == "medusa":
         return Medusa(part, **options)
+    held_out = part.about.get("held_out", {}).get("greedy")  # how often each token of a chain was right
     if name == "draft":
-        return DraftModel(part, vocabulary=part.vocabulary, **options)
-    layer = options.pop("layer", part.about.get("best", part.layers[0]))
-    return EarlyExit(layer, head=part[layer], **options)
+        drafter = DraftModel(part, vocabulary=part.vocabulary, **options)
+    else:
+        layer = options.pop("layer", part.about.get("best", part.layers[0]))
+        drafter = EarlyExit(layer, head=part[layer], **options)
+        held_out = held_out and held_out[str(layer)]
+    if held_out:
+        drafter.expected = held_out[0]
+    return drafter

@@ -20,7 +20,8 @@ class Pace:
 
     With chance a of a request's next draft token, its i-th is kept with a^i. The likeliest of all requests come first,
     as many as make the most tokens per second: (rows + sum of chances) / (seconds of a step over all + drafting).
-    A size of step that was never measured is thought to cost what the next smaller one does, so it is tried once.
+    A size of step that was never measured is thought to cost what the next smaller one does, so it is tried once. The
+    first of all is the step without drafts.
     """
 
     LOOK_AGAIN = 64  # steps after which drafts are tried as if they cost nothing: things may have changed
@@ -42,7 +43,7 @@ class Pace:
 
     def chance(self, request: Request) -> float:
         kept, tried = self.right.get(request.id, (0.0, 0.0))
-        return (kept + self.all[0] / self.all[1]) / (tried + 1)
+        return (kept + 2 * self.all[0] / self.all[1]) / (tried + 2)
 
     def choose(
         self, requests: list[Request], limits: list[int], gains=None, serial: bool = True
@@ -54,7 +55,7 @@ class Pace:
         """
         self.turns += 1
         most, B = max(limits, default=0), len(requests)
-        if not most:
+        if not most or B not in self.step:  # what a step without drafts costs comes first
             return [0] * B
         chance = np.array([self.chance(r) for r in requests])[:, None]
         if gains is None:

@@ -227,8 +227,11 @@ class Sampler:
         cuts = temperature, top_k.contiguous(), top_p, min_p, seeds.contiguous(), self._send(positions[mine])
         return verify(x[judged].contiguous(), chances, drawn, *cuts)
 
-    def logprobs(self, logits, tokens, seats):
-        """TokenLogprobs of each row whose seat asks for them, None for the others; None if nobody asks."""
+    def logprobs(self, logits, tokens, seats, places: Sequence[int] | None = None):
+        """TokenLogprobs of each token [B] whose seat asks for them, None for the others; None if nobody asks.
+
+        places: the rows of the logits that made the tokens, if not all of them in order
+        """
         seats = _on_host(seats)
         rows = np.flatnonzero(self.asks[seats] & LOGPROBS)
         if not rows.size:
@@ -236,7 +239,8 @@ class Sampler:
         found: list[TokenLogprobs | None] = [None] * len(seats)
         for row, token in zip(rows.tolist(), tokens[self._send(rows)].tolist()):
             if token >= 0:
-                found[row] = logprobs_of(logits[row], token, int(self.alternatives[seats[row]]))
+                place = row if places is None else places[row]
+                found[row] = logprobs_of(logits[place], token, int(self.alternatives[seats[row]]))
         return found
 
     def _send(self, array):

@@ -48,6 +48,8 @@ class Drafter:
     k = 4  # the most tokens it proposes for one request in one step
     branches = False  # are they a tree?
     serial = False  # does each of them take another step of a model?
+    free = False  # do they cost next to nothing? Then it is decided which of them pay once they are there
+    expected = 0.7  # how often the next one is right, before anything is known
     wants_hidden = False  # does observe() want the model's states?
     typical = None  # (epsilon, delta): see medusa.py
     gains: list[float] | None = None  # of a tree: how often each of its tokens is kept, on other texts
@@ -74,7 +76,7 @@ class NGram(Drafter):
     by `longest` entries per token, so a proposal costs the same however long the text is.
     """
 
-    name = "ngram"
+    name, free = "ngram", True
 
     def __init__(self, k: int = 8, longest: int = 4, shortest: int = 2):
         if not 1 <= k <= MOST_CHAIN or not 1 <= shortest <= longest:
@@ -112,7 +114,7 @@ class Speculation:
         self.on, self._packing = True, 0.0
         self.drafted, self.kept = ([0] * drafter.k for _ in range(2))  # by position in the draft
         drafter.attach(engine)
-        self.pace = Pace(1.0 if drafter.gains else 0.7)
+        self.pace = Pace(1.0 if drafter.gains else drafter.expected)
         most = MOST_TREE if drafter.branches else MOST_CHAIN
         if not 1 <= drafter.k <= most:
             raise ValueError(
@@ -124,7 +126,7 @@ class Speculation:
         """Say for each running request how many tokens may be drafted for it in the next step."""
         decoding = [r for r in running if len(r.tokens) - r.computed == 1]
         limits = [self.limit(r) if self.on else 0 for r in decoding]
-        if self.adaptive and self.on:
+        if self.adaptive and self.on and not self.drafter.free:
             limits = self.pace.choose(decoding, limits, self.drafter.gains, self.drafter.serial)
         for request, limit in zip(decoding, limits):
             request.ahead = limit
@@ -176,6 +178,11 @@ class Speculation:
                 raise ValueError(
                     f"it proposed {request.draft.tokens}, and the vocabulary has {vocab:,} tokens"
                 )
+        if self.adaptive and self.drafter.free and any(r.draft for r, _ in plan):
+            decoding = [r for r, n in plan if n == 1 + r.granted]
+            drafted = [len(r.draft.tokens) if r.draft else 0 for r in decoding]
+            for request, n in zip(decoding, self.pace.choose(decoding, drafted, self.drafter.gains, False)):
+                request.draft = request.draft and request.draft.cut(n)
 
     def judge(self, batch: Batch, logits, drawn, states) -> tuple[list[list[int]], list | None, list[int]]:
         """Of each request of batch.paid: new tokens, their logprobs if asked for. Of all of batch.plan: drafts kept."""
@@ -196,7 +203,7 @@ class Speculation:
         seats = batch.seats[ways]
         new = to_device(torch.tensor(sum(made, [])), tokens.device)
         sampler.note(seats, new)
-        logprobs = sampler.logprobs(logits[ways], new, seats)
+        logprobs = sampler.logprobs(logits, new, seats, ways)
         if logprobs:
             ends = np.cumsum([len(path) for path in paths])
             logprobs = [logprobs[end - len(path) : end] for end, path in zip(ends, paths)]
@@ -234,10 +241,8 @@ class Speculation:
                     source.append(a), target.append(b)
         if source:
             self.engine.cache.move(source, target)
-        seats = [r.seat for r in places.requests]
         ends = [len(r.tokens) - 1 + len(its) for r, its in zip(places.requests, made)]
-        at = to_device(torch.tensor([seats, ends, [max(its[-1], 0) for its in made]]), packer.device)
-        packer.tokens[at[0], at[1]] = at[2].int()
+        packer.write([r.seat for r in places.requests], ends, [max(its[-1], 0) for its in made])
 
     def _learn(self, batch, kept: dict[int, int]) -> None:
         if batch.num_singles == len(batch.counts):  # prompts cost what they cost

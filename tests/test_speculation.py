@@ -247,6 +247,12 @@ def test_a_hiccup_is_forgotten():
     assert pace.step[5] == 0.01  # down at once
 
 
+def test_the_step_without_drafts_is_measured_first():
+    pace = Pace()
+    pace.timed(20, 0.01)  # four requests with their drafts
+    assert pace.choose([request([1], i) for i in range(4)], [4] * 4) == [0] * 4
+
+
 def test_a_size_that_nobody_measured_is_tried_once():
     """It is thought to cost what the next smaller one does; afterwards it is known what it costs."""
     pace, its, tried = Pace(), request([1]), []

@@ -199,11 +199,11 @@ def judged_logits(e):
     """Makes the engine remember the logits of every token it keeps: request id -> rows."""
     rows, logprobs = {}, e.sampler.logprobs
 
-    def remember(logits, tokens, seats):
+    def remember(logits, tokens, seats, places):
         of = {r.seat: r.id for r in e.scheduler.running}
-        for row, seat in zip(logits, seats.tolist()):
+        for row, seat in zip(logits[places], seats.tolist()):
             rows.setdefault(of[seat], []).append(row.float().clone())
-        return logprobs(logits, tokens, seats)
+        return logprobs(logits, tokens, seats, places)
 
     e.sampler.logprobs = remember
     return rows
@@ -726,6 +726,23 @@ def test_drafts_that_do_not_pay_stop(model, known):  # noqa: F811
     outputs.append(e.add(PROMPTS[0], replace(FREE, max_tokens=9))[0])
     run(e)
     assert drafted(e)[1] > 4
+    assert_answers(e, known, outputs)
+
+
+def test_free_drafts_that_do_not_pay_are_cut(model, known):  # noqa: F811
+    """What costs nothing is proposed first, and verified only where that pays."""
+    drafter = Scripted(known.right, 4)
+    drafter.free = True
+    e = engine(model, drafter=drafter)
+    e.speculation.pace.timed = lambda tokens, seconds: None
+    e.speculation.pace.step = {n: 1.0 * n for n in range(1, 40)}
+    outputs = [e.add(PROMPTS[0], replace(FREE, max_tokens=9))[0]]
+    run(e)
+    assert drafted(e) == (0, 0) and len(e.log) == 9
+    e.speculation.pace.step = {1: 1.0, 2: 1.0, 3: 1.0, 4: 5.0}
+    outputs.append(e.add(PROMPTS[0], replace(FREE, max_tokens=9))[0])
+    run(e)
+    assert max(row.drafted for record in e.log for row in record.rows) == 2
     assert_answers(e, known, outputs)
 
 

@@ -68,6 +68,7 @@ CASES = {  # a name for each test to be rerun
     "no token": lambda m, its, t: tests.test_a_token_that_there_is_not(m, its, 251),
     "step fails": lambda m, its, t: tests.test_a_step_that_fails_with_drafts_pending(m, its),
     "dear": lambda m, its, t: tests.test_drafts_that_do_not_pay_stop(m, its),
+    "free": lambda m, its, t: tests.test_free_drafts_that_do_not_pay_are_cut(m, its),
     "between": lambda m, its, t: tests.test_preempted_between_propose_and_verify(m, its),
     "forks": lambda m, its, t: tests.test_completions_of_one_prompt_fork_and_draft(m, its),
     "drawn": drawn,
@@ -93,7 +94,8 @@ WRONG = [  # module, right, wrong, who must notice
     ("speculation", "if request.draft and not 0 <=", "if False and not 0 <=", "no token"),
     ("speculation", "            self.on = False\n", "", "fails"),
     ("speculation", "        if self.on:\n            with", "        if True:\n            with", "elsewhere"),
-    ("speculation", "if self.adaptive and self.on:", "if False:", "dear"),
+    ("speculation", "if self.adaptive and self.on and not self.drafter.free:", "if False:", "dear"),
+    ("speculation", "if self.adaptive and self.drafter.free and", "if False and", "free"),
     # the walk
     ("speculation", "said[path[-1]]] for path", "*([said[path[-1]]] if len(path) == 1 else [])] for path", "saves"),
     ("speculation", "said[path[-1]]] for path", "said[path[0]]] for path", "ragged"),
@@ -101,7 +103,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("speculation", "self.parents += [-1, *(p + 1 for p in parents)]",
      "self.parents += [-1, *range(len(tokens))]", "tree"),
     ("speculation", "            self.engine.cache.move(source, target)\n", "            pass\n", "logits"),
-    ("speculation", "packer.tokens[at[0], at[1]] = at[2].int()", "pass", "ragged"),
+    ("speculation", "ends, [max(its[-1], 0) for its in made])", "ends, [0 for _ in made])", "ragged"),
     # who counts what
     ("speculation", "sampler.note(seats, new)", "sampler.note(seats[-1:], new[-1:])", "penalties"),
     ("speculation", "before.append([*before[start + 1 + parent], token])", "before.append([])", "penalties"),
@@ -109,8 +111,8 @@ WRONG = [  # module, right, wrong, who must notice
      "before.append([*before[-1], token])", "tree"),
     ("speculation", "logits, batch.seats, batch.made, drawn, places.drafts)",
      "logits, batch.seats, batch.made[places.first], drawn, places.drafts)", "early"),
-    ("speculation", "sampler.logprobs(logits[ways], new, seats)",
-     "sampler.logprobs(logits[[p - (p > 0) for p in ways]], new, seats)", "ragged"),
+    ("speculation", "sampler.logprobs(logits, new, seats, ways)",
+     "sampler.logprobs(logits, new, seats, [p - (p > 0) for p in ways])", "ragged"),
     ("sampler", "drafts and [drafts.before[i] for i in rows]", "None", "penalties"),
     ("sampler", "drafts.before[i] for i in rows", "drafts.before[i] for i in range(len(rows))", "ragged"),
     ("sampler", "            if judged:\n                tokens[where[judged]] = theirs\n", "", "accepted"),
@@ -173,7 +175,8 @@ PACES = [
     ("min(seconds, before + 0.2 * (seconds - before))", "max(seconds, before)"),
     ("0.9 * before[0] + kept, 0.9 * before[1] + tried", "before[0] + kept, before[1] + tried"),
     ("if self.turns % self.LOOK_AGAIN == 0:", "if False:"),
-    ("(kept + self.all[0] / self.all[1]) / (tried + 1)", "(kept + 0.7) / (tried + 1)"),
+    ("if not most or B not in self.step:", "if not most:"),
+    ("(kept + 2 * self.all[0] / self.all[1]) / (tried + 2)", "(kept + 1.4) / (tried + 2)"),
     ("0.99 * self.all[0] + kept, 0.99 * self.all[1] + tried", "kept, max(tried, 1)"),
 ]
 
@@ -190,6 +193,7 @@ def test_a_wrong_pace_is_noticed(monkeypatch, right, wrong):
         units.test_a_hiccup_is_forgotten()
         units.test_recent_drafts_count_more()
         units.test_what_is_known_is_looked_at_again()
+        units.test_the_step_without_drafts_is_measured_first()
         units.test_a_new_request_is_thought_to_be_like_the_others()
 
 

@@ -247,5 +247,7 @@ def attend_in_splits(
 def tiles(D: int, dtype, arch: str, rows: int, page_size: int | None) -> dict:
     block = quantized_tiles(paged_tiles(D, dtype, arch, rows), page_size)
     if not has_matrix_units(dtype, arch):
-        block["num_warps"] = 4 if page_size is None and arch == "sm_80" else 8  # multiply-adds spill with the other
+        block["num_warps"] = (
+            4 if page_size is None and arch == "sm_80" else 8
+        )  # multiply-adds spill with the other
     return block
