@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from minserve.bench import kv, peers, quality
+from minserve.bench import kv, peers, quality, spec
 from minserve.lab.report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +50,15 @@ def test_the_tables_of_fewer_bytes_are_the_recorded_ones():
     times = re.search(r"INT8 and INT4 reach ([\d.]+) and ([\d.]+) times", " ".join(README.split())).groups()
     for its, kind in zip(times, ("int8", "int4")):
         assert its == f"{row('peers_quant_cpu', f'minserve {kind} / llama.cpp').median:.2f}"
+
+
+def test_the_table_of_drafters_is_the_recorded_one():
+    report, one = Report.load(ROOT / "figures" / "data" / "spec_cpu.json"), " ".join(README.split())
+    assert spec.markdown(report) in README
+    predicted = [row.ratio for row in report.rows if "as predicted" in row.case]
+    off, within = re.search(r"within (\d+) % of what was measured, in (\d+) of", one).groups()
+    assert int(within) == sum(abs(1 - x) <= int(off) / 100 for x in predicted)
+    assert int(re.search(r", in \d+ of (\d+) cases", one)[1]) == len(predicted)
 
 
 def test_every_notebook_is_in_the_table():

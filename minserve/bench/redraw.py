@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minserve.bench import gpu_table, ladder, linear, peers, step
+from minserve.bench import gpu_table, ladder, linear, peers, spec, step
 from minserve.lab import figures, kv_figures, shares
 from minserve.lab.report import Report
 
@@ -12,6 +12,7 @@ DRAWN = [  # recorded numbers, who draws them, where to
     ("peers_cpu.json", peers.draw, "peers.png"),
     ("step_cpu.json", step.draw, "08_step.png"),
     ("linear_cpu.json", linear.draw, "08_linear.png"),
+    ("spec_cpu.json", spec.draw, "11_break_even.png"),
 ]
 TITLES = {  # what a GPU figure shows
     "decode": "Decoding, one sequence: share of the bandwidth roof",

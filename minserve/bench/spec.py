@@ -201,3 +201,19 @@ def draw(report: Report, path: Path) -> None:
     v, _ = spec_figures.recorded(report, "free")
     ax = spec_figures.surface(figures.axes(6.4, 3.8), v)
     figures.save(ax, path, spec_figures.surface_finding(v), report.where)
+
+
+def markdown(report: Report) -> str:
+    """The README's table: drafters down, works across; times the speed without, as many drafts as pay, and always k."""
+    ratios = {row.case: row.median for row in report.rows if row.case.endswith(" / without")}
+    works = list(dict.fromkeys(case.split(":")[0] for case in ratios))
+    lines = [f"| drafter | {' | '.join(works)} |", f"| --- |{' ---: |' * len(works)}"]
+    for name in dict.fromkeys(case.split(": ")[1].split(",")[0] for case in ratios):
+        cells = []
+        for work in works:
+            its = {case: x for case, x in ratios.items() if case.startswith(f"{work}: {name}, ")}
+            adaptive = next((f"{x:.2f}" for case, x in its.items() if ", adaptive" in case), "")
+            fixed = next((f" ({x:.2f})" for case, x in its.items() if ", k = " in case), "")
+            cells.append(adaptive + fixed)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
