@@ -61,6 +61,19 @@ def test_a_smaller_cache_keeps_the_conversation_too(parts, kind, page):
     assert second.reused == (first.prompt + first.tokens - 1) // page * page > 0
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "medusa"])
+def test_a_drafter_changes_no_word_and_saves_steps(parts, drafter):
+    conversation = Conversation(*parts, drafter=drafter)
+    text = (
+        "The lighthouse keeper wrote down the weather every evening. On Monday the wind came from the north."
+    )
+    messages = [{"role": "user", "content": "Repeat this text word for word:\n\n" + text}]
+    conversation.engine.speculation.adaptive = False  # else a busy machine decides whether drafts pay
+    answer = conversation.ask(messages[0]["content"], SamplingParams(max_tokens=24), str)
+    assert answer.text == answer_of(parts, messages, 24)
+    assert conversation.engine.speculation.on and 0 < answer.steps < answer.tokens - 1
+
+
 def test_a_bad_question_leaves_the_conversation_as_it_was(parts):
     conversation = Conversation(*parts)
     conversation.ask("Name a colour.", SamplingParams(max_tokens=4), str)
