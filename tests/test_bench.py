@@ -285,7 +285,9 @@ def test_the_ladder_measures_draws_and_prints(tmp_path, capsys):
     one, _, many, *_, shared, compiled, overlap, int8, int4, copying, free = report.rows
     for row in (copying, free):
         assert re.search(r", \d+\.\d\dx$", row.case) and "without drafts" in row.note
-    assert int4.bound > int8.bound > overlap.bound
+    assert (
+        int4.bound >= int8.bound >= overlap.bound
+    )  # equal where arithmetic is this machine's wait; see below
     assert compiled.bound == overlap.bound == shared.bound and "nothing to gain on a CPU" in overlap.note
     assert 0 < one.bound < many.bound < shared.bound and one.unit == "tok/s" and "tiny in" in report.where
     assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
@@ -312,6 +314,15 @@ def test_every_rung_says_which_step_it_takes(monkeypatch):
         ("INT8 weights", "int8"),
         ("INT4 weights", "int4"),
     ]
+
+
+def test_fewer_bytes_have_a_higher_bound():
+    machine, work = Machine("imagined", 30e9, 1e15), ladder.make_work(TINY, 40)
+    bounds = [
+        ladder.bound_of(ladder.RUNGS[-3], TINY, machine, work, 2, int(share * TINY.num_params_read))
+        for share in (2, 1, 0.5)
+    ]
+    assert bounds == sorted(bounds) and bounds[0] < bounds[1] < bounds[2] < 4 * bounds[0]
 
 
 def test_drafts_have_a_work_of_their_own_and_a_bound_above_the_others():

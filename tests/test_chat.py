@@ -91,7 +91,7 @@ def test_piped(parts):
     answers = result.stdout.strip().splitlines()
     assert answers[0] == answer_of(parts, [{"role": "user", "content": "Name a colour."}], 8)
     stats = re.findall(
-        r"\[(\d+) prompt tokens, (\d+) of them from the cache \| first token \d+ ms \| \d+ tokens, .*\]",
+        r"\[(\d+) prompt tokens, (\d+) of them from the cache \| first token \d+ ms \| \d+ tokens in \d+ steps, .*\]",
         result.stderr,
     )
     assert len(stats) == 2 and stats[0][1] == "0" and int(stats[1][1]) >= int(stats[0][0]) // PAGE * PAGE > 0

@@ -102,11 +102,12 @@ def check_step(rows, page_size, window, sinks, module):
 
     class Native:
         @staticmethod
-        def attend(q, k_cache, v_cache, tables, lengths, window, sinks):
+        def attend(q, k_cache, v_cache, tables, lengths, window, sinks, trees):
             """Native.attend's signature, the definition's arithmetic."""
             called.append(len(q))
             starts = torch.arange(len(q) + 1, dtype=torch.int32)
-            return paged_attention_reference(q, k_cache, v_cache, tables, starts, lengths, window, sinks)
+            its = tables, starts, lengths, window, sinks, trees
+            return paged_attention_reference(q, k_cache, v_cache, *its)
 
     got = cache.look_for(batch, Native)(0, q)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
