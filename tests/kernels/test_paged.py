@@ -116,7 +116,7 @@ WRONG = [
     ("paged_attention", "back = j.flip(0)", "back = j"),
     ("paged_attention", "n - queries[b] - window", "n - window"),
     ("paged_attention", "n - queries[b] - window", "n - queries[b] - window - 1"),
-    ("paged_attention", "pages[b, j // S].long()", "pages[0, j // S].long()"),
+    ("paged_attention", "page = pages[b, j // S].long()", "page = pages[0, j // S].long()"),
     ("paged_attention", "cache[page, j % S]", "cache[page, (j + 1) % S]"),
     ("paged_attention", "lengths * (queries > 0)", "lengths + 0"),
     ("pack", "np.arange(len(seats))", "np.arange(len(seats))[::-1]"),

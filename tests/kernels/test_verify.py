@@ -338,6 +338,16 @@ def check_worked(module, n=48):
     agree(module, (logits, chances, sample_reference(chances, *rest, DRAFT), *rest))
 
 
+def check_edges(module, n=8):
+    """Cuts among equals that lie in several tiles of 16, better ones behind them; chances above all of the target's."""
+    step, flat = [0.0] * 32 + [1.0] * 8, [0.0] * 40
+    rising = [i / 40 for i in range(40)]
+    for p, q in ((step, rising), (step, flat), (flat, step), (rising, [9.0 - x for x in rising])):
+        logits, *rest = rows_of(n, p, top_k=20, top_p=0.9)
+        logits, chances = logits.contiguous(), rows_of(n, q)[0].contiguous()
+        agree(module, (logits, chances, sample_reference(chances, *rest, DRAFT), *rest))
+
+
 def kernel_battery(module):
     module.BLOCK = 16
     check_worked(module)
@@ -347,6 +357,7 @@ def kernel_battery(module):
     check_walk(module, module.walk)
     for seed in range(4):
         agree(module, judged(24, seed, rounding=0.5 if seed % 2 else 1e-4))
+    check_edges(module)
 
 
 MUTATIONS = [
