@@ -81,8 +81,8 @@ class NGram(Drafter):
     def __init__(self, k: int = 8, longest: int = 4, shortest: int = 2):
         if not 1 <= k <= MOST_CHAIN or not 1 <= shortest <= longest:
             raise ValueError(
-                f"k is {k}, n-grams of {shortest} to {longest} tokens: use k in 1 .. {MOST_CHAIN} (a step verifies a "
-                f"token and its draft in one row of {MOST_CHAIN + 1}), and 1 <= shortest <= longest"
+                f"k is {k}, n-grams of {shortest} to {longest} tokens: use k in 1 .. {MOST_CHAIN}, which is what a "
+                f"step verifies, and 1 <= shortest <= longest"
             )
         self.k, self.lengths = k, range(longest, shortest - 1, -1)
 

@@ -25,9 +25,8 @@ import torch
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from minserve.model import Model
-from minserve.study import LAST, Conversation, Study, frequent, run
-from minserve.trained import MedusaHeads, weights_of
+from minserve.study import LAST, Study, run
+from minserve.trained import weights_of
 
 RATES = {"medusa": 2e-3, "exit": 5e-3, "draft": 3e-3}  # learning rates, at their highest
 EPOCHS = {"medusa": 2, "exit": 3, "draft": 24}  # more time than that needs more text
@@ -170,21 +169,6 @@ def start(part) -> None:
         directions = torch.linalg.svd(part.rows.float(), full_matrices=False).Vh[: part.config.hidden_size].T
         part.into.copy_(directions)
         part.out_of.copy_(directions)
-
-
-def train_medusa(
-    model: Model, sequences, seconds: float = 45, heads: int = 3, vocabulary: int = 2048, seed: int = 0,
-    progress: bool = True,
-) -> tuple[MedusaHeads, list]:  # fmt: skip
-    """Heads trained in memory on token lists (or Conversations). Returns them and the losses."""
-    told = [
-        s if isinstance(s, Conversation) else Conversation(i, 0.0, 1, list(s))
-        for i, s in enumerate(sequences)
-    ]
-    study = Study(model, told, frequent(model, told, vocabulary), (), None)
-    training = Training("medusa", MedusaHeads(model, study.vocabulary, heads), study, seed)
-    losses = training.run(seconds, progress=progress)
-    return training.part.to(model.dtype).eval().requires_grad_(False), losses
 
 
 # ---------------------------------------------------------------- what it is worth

@@ -23,7 +23,7 @@ from minserve.request import SamplingParams
 from minserve.study import FEW, HELD_OUT, LAST, Conversation, Study, frequent, run
 from minserve.text import Tokenizer
 from minserve.trained import KINDS, build, load_part, weights_of
-from minserve.training import Training, acceptance, medusa_ranks, shares, start, train_medusa
+from minserve.training import Training, acceptance, medusa_ranks, shares, start
 from minserve.weights import load
 
 SIZES = {
@@ -285,15 +285,6 @@ def test_seconds_are_kept(model, text):
     losses = training.run(0.5, progress=False)
     assert 0.5 <= training.seconds < 5 and losses[-1][0] <= training.seconds + 0.1
     assert training.run(0.5, progress=False) is losses  # over is over
-
-
-def test_train_medusa_in_memory(model, told):
-    heads, losses = train_medusa(model, [c.tokens for c in told], seconds=2, vocabulary=150, progress=False)
-    assert losses[-1][2] < losses[0][2]
-    x = torch.randn(2, 96)
-    assert (
-        heads(x).shape == (2, 3, 150) and not heads.heads.requires_grad and heads.heads.dtype == model.dtype
-    )
 
 
 # ---------------------------------------------------------------- what it is worth

@@ -13,6 +13,7 @@ DRAWN = [  # recorded numbers, who draws them, where to
     ("step_cpu.json", step.draw, "08_step.png"),
     ("linear_cpu.json", linear.draw, "08_linear.png"),
     ("spec_cpu.json", spec.draw, "11_break_even.png"),
+    ("spec_cpu.json", spec.draw_positions, "11_positions.png"),
 ]
 TITLES = {  # what a GPU figure shows
     "decode": "Decoding, one sequence: share of the bandwidth roof",

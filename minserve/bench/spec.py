@@ -203,6 +203,15 @@ def draw(report: Report, path: Path) -> None:
     figures.save(ax, path, spec_figures.surface_finding(v), report.where)
 
 
+def draw_positions(report: Report, path: Path) -> None:
+    """How far drafts of a fixed length are kept, for one request and free text."""
+    from minserve.lab import figures, spec_figures
+
+    lines = spec_figures.recorded_positions(report, "free, batch 1")
+    ax = spec_figures.positions(figures.axes(6.6, 3.4), lines)
+    figures.save(ax, path, spec_figures.positions_finding(lines), report.where)
+
+
 def markdown(report: Report) -> str:
     """The README's table: drafters down, works across; times the speed without, as many drafts as pay, and always k."""
     ratios = {row.case: row.median for row in report.rows if row.case.endswith(" / without")}
