@@ -37,6 +37,7 @@ PARTS_OF = {  # what has a budget of its own
 PART = {unit: part for part, units in PARTS_OF.items() for unit in units.split()}
 NOT_CORE = set(
     "lab bench cluster __main__ chat doctor quantize server metrics simulator async_engine train".split()
+    + "arrivals protocol structured serve ray_serve".split()  # serving has no budget: much of it is its door
 )
 NOT_CORE |= {"study", "training", "self_text"}  # how trained parts come about
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it

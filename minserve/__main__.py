@@ -8,6 +8,13 @@ COMMANDS = {  # name: (module with add_arguments and main, one line)
     "chat": ("minserve.chat", "talk to the model in this terminal, token by token"),
     "fetch": ("minserve.fetch", "get a model onto this disk, once"),
     "doctor": ("minserve.doctor", "check this machine, one line per thing a bug report needs"),
+    "serve": ("minserve.serve", "answer many clients at once, over OpenAI's HTTP interface"),
+    "fleet": (
+        "minserve.cluster.fleet",
+        "several servers behind one router, more of them when the queue grows",
+    ),
+    "disaggregate": ("minserve.cluster.disaggregated", "one server for prompts, one for answers"),
+    "load": ("minserve.lab.load", "send a server the traffic you choose, and measure what it feels like"),
     "quantize": ("minserve.quantize", "write a model's weights in 8 or 4 bits, as a folder others load, too"),
     "train": ("minserve.train", "train what a drafter needs, on what the model says by itself"),
     "bench": ("minserve.bench", "measure one thing: bound, measured, ratio"),

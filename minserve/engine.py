@@ -74,6 +74,7 @@ class Engine:
         overlap: bool | None = None,
         log_length: int = 4096,
         snapshots: bool = False,
+        connector=None,
         **limits,
     ):
         """`limits` go to the policy: chunk, max_waiting, ageing. Without a tokenizer, prompts are token ids.
@@ -85,6 +86,7 @@ class Engine:
         adaptive   draft as many tokens as pay; False: as many as the drafter can
         overlap    schedule a step while the one before it runs; None: where something runs beside Python, on a GPU.
                    Not with a drafter: it has to see the tokens first
+        connector  a cluster.connector.KVConnector, which takes prompts' keys and values to another engine
 
         Raises ValueError for limits that exclude each other, for a step that the model cannot take, and for a drafter
         that does not fit the model.
@@ -117,6 +119,9 @@ class Engine:
         self.outputs: dict[int, Output] = {}  # by request id, until they end
         self.log: deque[StepRecord] = deque(maxlen=log_length)
         self.snapshots, self._ids, self._clock = snapshots, itertools.count(), time.perf_counter
+        self.connector = connector
+        if connector:
+            connector.attach(self)
 
     def _computer(self, step: str | None, drafter: Drafter | None):
         """compute(batch) -> logits, what is drawn already, states: one of the three roads of a step."""
@@ -151,14 +156,17 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         salt: bytes = b"",
+        **elsewhere,
     ) -> list[Output]:
         """Queue one prompt: params.n outputs. `timeout`: seconds from now. `salt`: only equal salts share prefixes.
 
+        elsewhere: `made`, tokens of the answer that another engine made; `kv`, keys and values it computed; `key`,
+        under which the connector shall hand out this request's own (cluster/connector.py).
         Raises ValueError for a prompt or parameters that cannot be served, QueueFull when too many wait.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         outputs = self.make(
-            prompt, params or SamplingParams(), priority=priority, deadline=deadline, salt=salt
+            prompt, params or SamplingParams(), priority=priority, deadline=deadline, salt=salt, **elsewhere
         )
         self.queue(outputs)
         return outputs
@@ -170,6 +178,14 @@ class Engine:
                 f"n is {params.n:,}, and the queue takes {self.scheduler.max_waiting:,}: ask for fewer completions"
             )
         prompt, most, stop_ids = self._checked(prompt, params)
+        made, kv = fields.get("made", ()), fields.get("kv")
+        if made and (params.n > 1 or len(made) >= most):
+            raise ValueError(
+                f"{len(made)} tokens are made already, of n {params.n} answers of {most} tokens: only one answer that "
+                f"is not complete can be continued"
+            )
+        if kv is not None:
+            kv.check(self.cache)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         outputs: list[Output] = []
         for index in range(params.n):
@@ -178,6 +194,8 @@ class Engine:
                 next(self._ids), prompt, params, most, seed_of(seed, index), stop_ids, leader=leader, **fields
             )
             outputs.append(Output(request, index, self.tokenizer))
+        for token in made:
+            outputs[0].push(token)
         self.scheduler.check_fits(outputs[0].request)
         return outputs
 
@@ -222,6 +240,9 @@ class Engine:
         if self.speculation:
             self.speculation.allow(self.scheduler.running)
         plan = self.scheduler.schedule()
+        if self.scheduler.brought:
+            late += self._load()
+            plan = [work for work in plan if work[0].status is Status.RUNNING]
         marks.append(self._clock())
         news = [self._end(request) for request in late]
         record = self._record(marks[0]) if plan or late or self.flight else None
@@ -265,6 +286,8 @@ class Engine:
         self.cache.copy(self.pages.copies)
         marks.append(self._clock())
         logits, drawn, states = self.compute(batch)
+        if self.connector:
+            self.connector.wait_for_save(batch)
         marks.append(self._clock())
         if self.speculation:
             made, logprobs, kept = self.speculation.judge(batch, logits, drawn, states)
@@ -355,6 +378,18 @@ class Engine:
         self.outputs[request.id].error = error
         self.scheduler.finish(request, "error")
         request.finish_reason = "error"
+
+    def _load(self) -> list[Request]:
+        """Keys and values from elsewhere into their pages. Returns those for whom that failed: they have ended."""
+        failed = []
+        for request, computed in self.scheduler.brought:
+            kv, request.kv = request.kv, None  # once: after a preemption it computes them itself
+            try:
+                kv.load(self.cache, request.pages, computed)
+            except Exception as error:
+                self._fail(request, error)
+                failed.append(request)
+        return failed
 
     def abort(self, outputs: Iterable[Output]) -> list[tuple[Output, str]]:
         """End these now, whatever they are doing. Their pages are back when this returns, with (output, last text)."""

@@ -84,6 +84,14 @@ class PagedCache:
             for x in chain(*self.pools):
                 x[target] = x[source]
 
+    def read_pages(self, layer: int, pages: list[int]) -> list[torch.Tensor]:
+        """What lies in these pages of a layer, [n, S, G, ...] each: keys, values, and the scales they may have."""
+        return [pool[layer][pages] for pool in self.pools]
+
+    def write_pages(self, layer: int, pages: list[int], contents: list[torch.Tensor]) -> None:
+        for pool, content in zip(self.pools, contents, strict=True):
+            pool[layer][pages] = content.to(self.example.device)
+
     def targets(self, batch):
         """Where a step's keys and values are put: slots [T], and a layer's two tensors to which they belong."""
         return batch.slots, self.slots_of
@@ -103,6 +111,7 @@ class PagedCache:
         return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
 
     on_native = True  # can the CPU's C++ kernels read it?
+    watch = None  # called as watch(layer, batch) when a layer's keys and values of a step are written
 
     def look_for(self, batch, native=None):
         """look(layer, q [T, H, D]) -> [T, H, D] of one step whose keys and values are where `targets` said.
@@ -122,6 +131,8 @@ class PagedCache:
 
         def look(layer: int, q):
             self.store(layer, batch, native)
+            if self.watch:
+                self.watch(layer, batch)
             if n == B:
                 return self.singles(layer, q, single, native)
             out = torch.empty_like(q)

@@ -19,7 +19,8 @@ Conventions, where tools differ
     logprobs                                 of the model's own distribution, before anything here changes it
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 GREEDY_BELOW = 1e-5  # one threshold for the whole package: below it a division by temperature overflows
@@ -187,6 +188,10 @@ class Request:
     salt: bytes = b""  # requests of different salts share no cached prefix
     deadline: float | None = None  # time.monotonic() seconds
     leader: "Request | None" = None  # n > 1: whose prompt pages this completion shares
+    # computed elsewhere (cluster/): the answer's first tokens, and keys and values that wait to be loaded
+    made: InitVar[Sequence[int]] = ()
+    kv: object = None  # .num_tokens, .check(cache), .load(cache, pages, computed)
+    key: str | None = None  # under which others may ask for its keys and values
 
     tokens: list[int] = field(init=False)  # prompt, then output
     most: int = field(init=False)  # tokens it ends with at the latest
@@ -216,8 +221,8 @@ class Request:
         init=False, default_factory=list
     )  # key and tokens of each full page
 
-    def __post_init__(self):
-        self.tokens, self.rank = list(self.prompt), (0, self.id)
+    def __post_init__(self, made):
+        self.tokens, self.rank = [*self.prompt, *made], (0, self.id)
         self.most = len(self.prompt) + self.max_new_tokens
 
     @property

@@ -69,6 +69,9 @@ class Scheduler:
         self.seats = list(reversed(range(max_running)))
         self.deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.gave_way: list[int] = []  # ids of those the last schedule() preempted
+        self.brought: list[
+            tuple[Request, int]
+        ] = []  # whose `kv` it let in, behind how many tokens that were cached
         self.steps = self.preemptions = self.hit_tokens = self.asked_tokens = 0
 
     @property
@@ -116,7 +119,7 @@ class Scheduler:
         """Decide the next step. Every planned request has its pages when this returns."""
         self.steps += 1
         plan: Plan = []
-        self.gave_way = []
+        self.gave_way, self.brought = [], []
         decoding = [len(r.tokens) - r.computed for r in self.running].count(1)
         spare, prompts = self.token_budget - decoding, decoding < len(self.running)
 
@@ -156,6 +159,9 @@ class Scheduler:
             request = self.waiting[0]
             if not self._take_in(request):
                 break
+            hits = request.computed
+            if request.kv is not None:
+                self._bring(request)
             num_tokens = self.share(request.owed, spare)
             if not num_tokens or not self.pages.grow(request, num_tokens):
                 self.pages.release(request)
@@ -165,11 +171,19 @@ class Scheduler:
             insort(self.running, request, key=_rank)
             request.status, request.seat = Status.RUNNING, self.seats.pop()
             if not request.preemptions:  # a hit of its own recomputed tokens is no saving
-                request.cached_tokens = request.computed
-                self.hit_tokens += request.computed
+                request.cached_tokens = hits
+                self.hit_tokens += hits
                 self.asked_tokens += len(request.tokens)
+            if request.kv is not None and request.computed - hits:
+                self.brought.append((request, hits))
             plan.append((request, num_tokens))
             spare -= num_tokens
+
+    def _bring(self, request: Request) -> None:
+        """Pages for what was computed elsewhere, which then counts as computed. The engine loads it before the step."""
+        num_tokens = min(request.kv.num_tokens, len(request.tokens) - 1) - request.computed
+        if num_tokens > 0 and self.pages.grow(request, num_tokens):
+            request.computed += num_tokens
 
     def _take_in(self, request: Request) -> bool:
         """Its first pages: its leader's if it has one, else what the prefix index knows."""

@@ -11,7 +11,12 @@ import pytest
 
 FLOORS = [
     {"config", "request", "step_log"},  # 0  nouns: plain Python, no torch
-    {"pages", "kernels"},  # 1  page ids, no torch | the only place that imports triton
+    {
+        "pages",
+        "kernels",
+        "metrics",
+        "arrivals",
+    },  # 1  page ids, times: no torch | the only place that imports triton
     {"batch", "kv_cache", "paged_attention", "quantization", "sampling", "text", "pace"},  # 2
     {  # 3  computes | draws | decides | brings weights: strangers
         *("model", "sampler", "scheduler", "sources"),
@@ -23,23 +28,19 @@ FLOORS = [
     {"graphs", "study"},  # 5  a step, recorded | a text, thought through
     {"draft_model", "medusa", "drafters", "training"},  # 6  who proposes, and computes for it | how it learns
     {"engine"},  # 7  the loop
-    {"async_engine", "server", "metrics", "cluster", "simulator"},  # 8  many callers; one machine to many
-    {
-        "lab",
-        "bench",
-        "__main__",
-        "chat",
-        "doctor",
-        "quantize",
-        "train",
-        "self_text",
-    },  # 9  measures and commands
+    {"async_engine", "protocol", "structured"},  # 8  many callers | what they say, and must be told
+    {"cluster"},  # 9  many processes
+    {"server"},  # 10
+    {"simulator", "ray_serve"},  # 11  a fleet without machines | with many
+    {  # 12  measures and commands
+        *("lab", "bench", "__main__", "chat", "doctor", "quantize", "train", "self_text", "serve"),
+    },
 ]
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
-NO_TORCH = {"config", "request", "step_log", "pages", "scheduler"}
+NO_TORCH = {"config", "request", "step_log", "pages", "scheduler", "metrics", "arrivals", "simulator"}
 COMMANDS = {  # on a floor, who may call whom
     "drafters": {"draft_model", "medusa"},
-    "__main__": {"bench", "chat", "doctor", "quantize", "train"},
+    "__main__": {"bench", "chat", "doctor", "lab", "quantize", "serve", "train"},
     "bench": {"lab"},
     "chat": {"lab"},
     "doctor": {"lab"},
@@ -139,12 +140,12 @@ FAULTS = {
     "a command from below": (
         "fetch.py",
         "from minserve.lab import measure",
-        "fetch (floor 4) imports lab (floor 9)",
+        "fetch (floor 4) imports lab (floor 12)",
     ),
     "the lab from a command": (
         "lab/measure.py",
         "from minserve import bench",
-        "lab (floor 9) imports bench (floor 9)",
+        "lab (floor 12) imports bench (floor 12)",
     ),
     "triton outside kernels": (
         "model.py",
