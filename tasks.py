@@ -123,6 +123,13 @@ def lab():
     check(py("-m", "jupyterlab", "notebooks"))
 
 
+def serve(*args):
+    """the OpenAI-compatible server and its page at http://127.0.0.1:8000; ARGS="--port 9000 ..." """
+    setup()
+    module("fetch")
+    module("serve", *args)
+
+
 def bench():
     """every benchmark this machine can run, JSON under figures/data/"""
     setup()
@@ -376,6 +383,7 @@ TASKS = {
     "run": run_,
     "test": test,
     "lab": lab,
+    "serve": serve,
     "quick": quick,
     "gpu": gpu,
     "bench": bench,
@@ -388,7 +396,7 @@ PARTS = {"lines": lines, "execute": execute}
 
 
 def main(args):
-    if args[:1] != ["gpu"] and len(args) != 1 or args[0] not in {**TASKS, **PARTS}:
+    if args[:1] not in (["gpu"], ["serve"]) and len(args) != 1 or args[0] not in {**TASKS, **PARTS}:
         help_()
         sys.exit(0 if not args or args[0] in ("-h", "--help") else f"\nNo task {' '.join(args)!r}.")
     try:
