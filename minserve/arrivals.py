@@ -13,8 +13,8 @@
 A schedule of n requests at `rate` ends at exactly n / rate: gaps are drawn, then stretched together. Times and lengths
 are drawn from streams of their own, so with one seed another rate brings the same requests, only faster or slower.
 
-Sources  gamma gaps stretched to the exact rate: `vllm bench serve --burstiness`; the trace: Patel et al. 2024 (Splitwise,
-         ISCA), Azure LLM inference trace 2023, CC-BY
+Sources  gamma gaps stretched to the exact rate: `vllm bench serve --burstiness`; the trace: Azure LLM inference trace
+         2023, CC-BY, Patel et al. 2024 (Splitwise, ISCA)
 Story    notebooks/13_serving_and_slos.ipynb
 """
 
@@ -47,7 +47,7 @@ def poisson(rate: float, seconds: float, lengths: Lengths, seed: int = 0) -> lis
 
 
 def gamma(rate: float, burstiness: float, seconds: float, lengths: Lengths, seed: int = 0) -> list[Arrival]:
-    """rate * seconds requests, their gaps of shape `burstiness`: 1 is Poisson, less comes in bursts, more is steadier."""
+    """rate * seconds requests, gaps of shape `burstiness`: 1 is Poisson, less comes in bursts, more is steadier."""
     if not (rate > 0 and burstiness > 0 and seconds > 0):
         raise ValueError(
             f"rate {rate:g}, burstiness {burstiness:g}, seconds {seconds:g}: each must be more than 0"
