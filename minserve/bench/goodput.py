@@ -1,0 +1,191 @@
+"""Goodput: the highest rate of requests at which at least 90 % of those that arrive get every token in time.
+
+    mixed      chunked against whole prompts, where a long prompt now and then stops everybody
+    shared     the prefix index on and off, where prompts begin alike
+    classes    two priorities against one queue, at 1.5 times the rate that can be served: what the urgent gain, and
+               what it costs the others
+
+Promise  token n by arrival + T1 + n T2, strict and loose, in multiples of this machine's own times (goodput_work.py).
+         Refused, aborted or unfinished is missed: averages over those who came through would hide the rest.
+Search   goodput_search.py: three seeds, rates in steps of 15 %, the same requests for both sides
+Bound    requests per second when all are there at once: no promise can be kept for more. What whole prompts bear is
+         predicted beforehand, from how many each of them makes late (goodput_work.stalls).
+Caveat   Runs are short. A queue that would only have grown later is not seen: longer runs find lower rates.
+Story    notebooks/13_serving_and_slos.ipynb
+"""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
+
+from minserve.bench.chunked import full_step
+from minserve.bench.common import Options, chosen, label, load, random_prompt
+from minserve.bench.goodput_search import ENOUGH, SEEDS, Comparison, Side
+from minserve.bench.goodput_work import (
+    EVERY,
+    MULTIPLES,
+    QUICK,
+    REAL,
+    SHARES,
+    STRICT,
+    Promise,
+    Sizes,
+    Trace,
+    classes,
+    mixed,
+    shared,
+    stalls,
+)
+from minserve.bench.prefix import first_token
+from minserve.bench.served import decode_steps
+from minserve.bench.workload import PAGE
+from minserve.engine import LLM
+from minserve.lab.report import Report, Row
+from minserve.metrics import goodput, percentile
+from minserve.model import Model
+from minserve.scheduler import Scheduler, WholePrompts
+
+SECONDS, REQUESTS = 5.0, 32  # of a run, at least both
+SEATS, DECODING, OVERLOAD = 32, 8, 1.5
+BUDGET, TARGET = 570.0, 1.5
+
+
+def run(options: Options) -> Report:
+    options = replace(options, seconds=options.seconds or (8.0 if options.quick else BUDGET))
+    report, model = options.report(), load(chosen(options)[0], options.dtype)
+    report.where += f", {label(options.model)} in {options.dtype_name}"
+    size = (QUICK, EVERY, 0.2) if options.quick else (REAL, REQUESTS, SECONDS)
+    bench = Bench(report, model, *size)
+    chunks(bench, replace(options, seconds=0.55 * options.left, started=time.monotonic()))
+    overload(bench)
+    prefixes(bench, options)
+    return report
+
+
+@dataclass
+class Bench:
+    report: Report
+    model: Model
+    sizes: Sizes
+    requests: int  # of a run, at least ...
+    seconds: float  # ... and so long
+
+    def side(self, name: str, trace: Trace, **options) -> Side:
+        engine = LLM(self.model, page_size=PAGE, **options)
+        return Side(name, trace, engine, self.requests, self.seconds)
+
+    def alone(self, trace: str, kinds: dict[str, int]) -> dict[int, float]:
+        """{tokens of a prompt: seconds to its first token on an idle engine}"""
+        llm, found = LLM(self.model, page_size=PAGE, token_budget=4096, prefix_caching=False), {}
+        for kind, tokens in kinds.items():
+            prompt = random_prompt(self.model.config, tokens)
+            samples = [first_token(llm, prompt) for _ in range(4)][1:]
+            self.report.add(
+                Row(f"{trace}: first token alone, {kind}", "s", samples, note=f"{tokens:,} tokens")
+            )
+            found[tokens] = median(samples)
+        return found
+
+    def step(self, trace: str) -> float:
+        samples = decode_steps(self.model, DECODING)
+        self.report.add(Row(f"{trace}: decode step of {DECODING}", "s", samples))
+        return median(samples)
+
+
+# ---------------------------------------------------------------- chunked or whole
+def chunks(bench: Bench, options: Options) -> None:
+    sizes, model, trace = bench.sizes, bench.model, mixed(bench.sizes)
+    alone = bench.alone("mixed", {"chat": sizes.chat[1], "long": sizes.long})
+    step = bench.step("mixed")
+    promises = {slo: Promise.of(alone, step, its) for slo, its in MULTIPLES.items()}
+    chunk = chunk_for(model, random_prompt(model.config, sizes.long), step * STRICT[1], options.quick)
+    shape = dict(prefix_caching=False, max_running=SEATS)
+    sides = [
+        bench.side("chunked", trace, policy=Scheduler, chunk=chunk, token_budget=SEATS + 2 * chunk, **shape),
+        bench.side("whole", trace, policy=WholePrompts, token_budget=SEATS + sizes.long, **shape),
+    ]
+    predicted = {
+        slo: min(stalls(promise, alone, step, 1 / EVERY, 1 - ENOUGH), sides[1].capacity)
+        for slo, promise in promises.items()
+    }
+    guesses = {(slo, "whole"): rate for slo, rate in predicted.items()}
+    case = f"mixed, chunks of {chunk}"
+    comparison = Comparison(case, sides, promises, guesses).search(options)
+    comparison.add_rows(bench.report, {"strict": TARGET})
+    for slo, rate in predicted.items():
+        rates = [f.at_most for f in comparison.found[slo, "whole"].values()]
+        note = f"{rate:.2f} requests/s predicted, {median(rates):.2f} measured"
+        agrees = [max(0.0, 1 - abs(rate / its - 1)) for its in rates]
+        bench.report.add(Row(f"{case}, {slo}: whole, as predicted", "share", agrees, 1.0, note=note))
+    latencies(bench, case, sides, median(comparison.rates("strict", "chunked")))
+
+
+def chunk_for(model, prompt: list[int], seconds: float, quick: bool) -> int:
+    """The largest chunk that, beside so many decoding requests, takes no longer than a token may."""
+    sizes = (32, 16) if quick else (256, 128, 64, 32)
+    return next((n for n in sizes if full_step(model, DECODING + n, prompt) <= seconds), sizes[-1])
+
+
+def latencies(bench: Bench, case: str, sides: list[Side], rate: float) -> None:
+    """Both sides at the rate that one of them bears: what chats wait for, in percentiles."""
+    if not rate:
+        return
+    for side in sides:
+        values = defaultdict(list)
+        for seed in SEEDS:
+            chats = [
+                t
+                for t in side.serve(side.arrivals(rate, seed), seed)
+                if t.prompt_tokens <= bench.sizes.chat[1]
+            ]
+            for name, its in (
+                ("TTFT", [t.ttft for t in chats]),
+                ("ITL", [gap for t in chats for gap in t.itl]),
+            ):
+                for q in (50, 90, 99):
+                    values[f"{name} p{q}"].append(percentile(its, q))
+        for name, samples in values.items():
+            bench.report.add(
+                Row(f"{case}, chats at {rate:.3g} requests/s, {side.name}: {name}", "s", samples)
+            )
+
+
+# ---------------------------------------------------------------- the prefix index
+def prefixes(bench: Bench, options: Options) -> None:
+    sizes, trace = bench.sizes, shared(bench.sizes)
+    alone = bench.alone("shared", {"whole prompt": sizes.system + sizes.question[1]})
+    step = bench.step("shared")
+    promises = {slo: Promise.of(alone, step, its) for slo, its in MULTIPLES.items()}
+    sides = [
+        bench.side(f"index {name}", trace, prefix_caching=on, max_running=SEATS)
+        for name, on in (("on", True), ("off", False))
+    ]
+    comparison = Comparison(f"shared, {sizes.system} tokens", sides, promises).search(options)
+    comparison.add_rows(bench.report, {})
+
+
+# ---------------------------------------------------------------- priorities
+def overload(bench: Bench) -> None:
+    trace = classes(bench.sizes)
+    alone, step = bench.alone("classes", {"chat": bench.sizes.chat[1]}), bench.step("classes")
+    promises = {slo: Promise.of(alone, step, its) for slo, its in MULTIPLES.items()}
+    side = bench.side("", trace, prefix_caching=False, max_running=DECODING, ageing=10**6)
+    rate, kept = OVERLOAD * side.capacity, defaultdict(list)
+    for seed in SEEDS:
+        arrivals = side.arrivals(rate, seed)
+        seconds = len(arrivals) / rate
+        for policy, its in (
+            ("two priorities", arrivals),
+            ("one queue", [replace(a, priority=0) for a in arrivals]),
+        ):
+            timelines = side.serve(its, seed)
+            for (who, p), (slo, promise) in product((("urgent", 0), ("others", 1)), promises.items()):
+                own = [t for t, a in zip(timelines, arrivals) if a.priority == p]
+                kept[slo, who, p, policy].append(goodput(own, promise, seconds))
+    for (slo, who, p, policy), samples in kept.items():
+        note = f"at {rate:.3g} requests/s, {OVERLOAD:g} times what can be served; bound: what arrives"
+        bench.report.add(
+            Row(f"classes, {slo}, {who}: {policy}", "requests/s", samples, rate * SHARES[p], note=note)
+        )
