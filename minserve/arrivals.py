@@ -123,18 +123,20 @@ def azure_like(
     seed: int = 0,
     *,
     rate: float | None = None,
+    burstiness: float | None = None,
     scale: float = 1.0,
     longest: int | None = None,
 ) -> list[Arrival]:
     """Requests with the rate, burstiness, medians and means of Azure's 2023 trace; tails are a lognormal's.
 
-    rate: instead of the trace's. scale: lengths times this, for models with a short context; `longest` caps each.
+    rate, burstiness: instead of the trace's. scale: lengths times this, for a short context; `longest` caps each.
     """
     if kind not in AZURE_2023:
         raise ValueError(f"there is no trace {kind!r}: use one of {', '.join(AZURE_2023)}")
     known = AZURE_2023[kind]
     prompt, output = (tuple(x * scale for x in both) for both in (known.prompt, known.output))
-    return gamma(rate or known.rate, known.cv**-2, seconds, lognormal(prompt, output, longest), seed)
+    lengths = lognormal(prompt, output, longest)
+    return gamma(rate or known.rate, burstiness or known.cv**-2, seconds, lengths, seed)
 
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
