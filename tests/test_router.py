@@ -1,0 +1,354 @@
+"""The router over servers that behave, refuse, break off or hang: what its client sees, and what it counts."""
+
+import asyncio
+import json
+
+import pytest
+from fleet_world import (
+    dies_after_its_headers,
+    dies_at_once,
+    dies_in_the_middle_of_a_whole_answer,
+    event,
+    fine,
+    hangs,
+    in_loop,
+    refuses,
+    routed,
+    streams,
+    until,
+)
+
+from minserve.cluster import merged, pool, router
+from minserve.cluster.policies import Replica
+from minserve.cluster.router import prompt_of
+
+CHAT = dict(model="tiny", messages=[dict(role="user", content="Hi")])
+
+
+def ports(world):
+    return [upstream.port for upstream in world.upstreams]
+
+
+# ---------------------------------------------------------------- nothing is changed on the way
+@in_loop
+async def test_requests_and_answers_pass_unchanged(module=router):
+    async with routed(fine, module=module) as world:
+        content = json.dumps(CHAT).encode()
+        answer = await world.client.post(
+            "/v1/chat/completions?x=1%20y",
+            content=content,
+            headers={"Authorization": "Bearer s", "X-Own": "é".encode()},
+        )
+        [asked] = world.upstreams[0].asked
+        assert (asked.method, asked.path, asked.body) == ("POST", "/v1/chat/completions?x=1%20y", content)
+        assert asked.headers["authorization"] == "Bearer s" and asked.headers["host"].endswith(
+            str(ports(world)[0])
+        )
+        assert answer.status_code == 200 and answer.json()["said"] == content.decode()
+        assert (
+            answer.headers["x-request-id"] == "cmpl-1"
+            and answer.headers["x-replica"] == world.upstreams[0].url
+        )
+        assert (await world.client.get("/v1/models")).json()["method"] == "GET"
+        assert (await world.client.delete("/v1/a%2Fb")).json()["path"] == "/v1/a%2Fb"
+
+
+@in_loop
+async def test_a_stream_passes_piece_by_piece(module=router):
+    """The first events arrive while the replica waits before the third."""
+    async with routed(streams("a", "b", "c"), module=module) as world:
+        async with world.client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
+            assert answer.headers["content-type"] == "text/event-stream"
+            pieces = answer.aiter_raw()
+            got = b""
+            while got != event("a") + event("b"):
+                got += await anext(pieces)
+            assert world.pool.ongoing == 1
+            world.upstreams[0].go.set()
+            async for piece in pieces:
+                got += piece
+        assert got == event("a") + event("b") + event("c") + b"data: [DONE]\n\n"
+
+
+@in_loop
+async def test_an_answer_of_the_server_is_an_answer_even_if_it_is_an_error(module=router):
+    """Only 429 and 503 go to another: 400 and 500 are what that request deserves."""
+    for status in (400, 401, 404, 500):
+        async with routed(refuses(status), fine, module=module) as world:
+            answer = await world.client.post("/v1/completions", json=CHAT)
+            assert answer.status_code == status and answer.json()["error"]["code"] == str(status)
+            assert len(world.upstreams[1].asked) == 0
+
+
+# ---------------------------------------------------------------- another replica
+@in_loop
+async def test_full_or_leaving_another_takes_over(module=router):
+    for status in (429, 503):
+        async with routed(refuses(status), fine, module=module) as world:
+            answer = await world.client.post("/v1/completions", json=CHAT)
+            assert answer.status_code == 200 and answer.json()["port"] == ports(world)[1]
+            assert world.router.retries == 1
+
+
+@in_loop
+async def test_all_full_is_429_with_retry_after_and_each_was_asked_once(module=router):
+    async with routed(*[refuses(429)] * 3, module=module) as world:
+        answer = await world.client.post("/v1/completions", json=CHAT)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "3" and answer.json()["error"]
+        assert [len(upstream.asked) for upstream in world.upstreams] == [1, 1, 1]
+
+
+@in_loop
+async def test_no_connection_another_takes_over(module=router):
+    async with routed(fine, fine, fine, module=module) as world:
+        world.upstreams[0].kill()
+        world.upstreams[1].kill()
+        for _ in range(4):
+            answer = await world.client.post("/v1/completions", json=CHAT)
+            assert answer.status_code == 200 and answer.json()["port"] == ports(world)[2]
+
+
+@pytest.mark.parametrize("dies", [dies_at_once, dies_after_its_headers, dies_in_the_middle_of_a_whole_answer])
+@in_loop
+async def test_lost_before_the_first_byte_another_takes_over(dies, module=router):
+    async with routed(dies, streams("a", "b"), module=module) as world:
+        answer = await world.client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        assert [len(upstream.asked) for upstream in world.upstreams] == [1, 1]
+
+
+@in_loop
+async def test_a_request_that_two_replicas_were_lost_with_gets_no_third(module=router):
+    async with routed(*[dies_at_once] * 4, module=module) as world:
+        answer = await world.client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 502 and answer.json()["error"]["type"] == "server_error"
+        assert sum(len(upstream.asked) for upstream in world.upstreams) == 2
+
+
+@in_loop
+async def test_broken_in_the_middle_it_ends_with_an_error_and_nobody_else_is_asked(module=router):
+    async with routed(streams("a", "b", "c", breaks=True), fine, module=module) as world:
+        world.upstreams[0].go.set()
+        answer = await world.client.post("/v1/chat/completions", json=CHAT)
+        *whole, last = [e for e in answer.text.split("\n\n") if e]
+        assert [json.loads(e[6:])["choices"][0]["delta"]["content"] for e in whole] == ["a", "b", "c"]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert "broke off" in error["message"] and "[DONE]" not in answer.text
+        assert len(world.upstreams[1].asked) == 0
+
+
+# ---------------------------------------------------------------- clients that leave
+@in_loop
+async def test_a_client_that_leaves_its_stream_closes_it_behind_the_router(module=router):
+    async with routed(streams("a", "b", "c"), module=module) as world:
+        async with world.client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
+            await anext(answer.aiter_raw())
+        await asyncio.wait_for(world.upstreams[0].closed.wait(), 10)
+        await until(lambda: world.pool.ongoing == 0, "counted down")
+
+
+@in_loop
+async def test_a_client_that_leaves_before_any_answer_does_so_too(module=router):
+    async with routed(hangs, module=module) as world:
+        asking = asyncio.create_task(world.client.post("/v1/completions", json=CHAT))
+        await until(lambda: world.upstreams[0].asked, "it was asked")
+        assert world.pool.ongoing == 1
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.wait_for(world.upstreams[0].closed.wait(), 10)
+        await until(lambda: world.pool.ongoing == 0, "counted down")
+
+
+@in_loop
+async def test_outstanding_is_exact_on_every_way_out(module=router):
+    """Streams read and left, refusals, lost replicas, all at once; then everything is at zero."""
+    behaviours = (streams("a", "b"), refuses(429), streams("a", "b", "c"), fine, dies_after_its_headers)
+    async with routed(*behaviours, module=module, fall=10**6) as world:
+
+        async def ask(i):
+            async with world.client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
+                async for _ in answer.aiter_raw():
+                    if i % 3 == 0:
+                        return
+
+        asking = [asyncio.create_task(ask(i)) for i in range(40)]
+        await until(lambda: len(world.upstreams[2].asked) >= 3, "some are held")
+        held = world.pool.replicas[world.upstreams[2].url]
+        assert held.ongoing >= 1
+        world.upstreams[2].go.set()
+        await asyncio.gather(*asking)
+        await until(lambda: world.pool.ongoing == 0, "all ended")
+        assert {replica.ongoing for replica in world.pool.replicas.values()} == {0}
+        assert sum(world.pool.served.values()) == sum(len(upstream.asked) for upstream in world.upstreams)
+
+
+# ---------------------------------------------------------------- health
+def test_health_has_hysteresis(module=pool):
+    vital, replica, seen = module.Vital(fall=3, rise=2), Replica("x"), []
+    for well in (0, 0, 1, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0):
+        vital.saw(bool(well), replica)
+        seen.append(int(replica.healthy))
+    assert seen == [1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0]
+
+
+@in_loop
+async def test_the_ill_get_nothing_until_they_are_well(module=router):
+    async with routed(fine, fine, module=module, interval=0.01) as world:
+        ill = world.upstreams[0]
+        replica = world.pool.replicas[ill.url]
+        ill.well = False
+        await until(lambda: not replica.healthy, "found ill")
+        for _ in range(4):
+            assert (await world.client.get("/v1/models")).json()["port"] == ports(world)[1]
+        assert ill.asked == [] and (await world.client.get("/health")).status_code == 200
+        ill.well = True
+        await until(lambda: replica.healthy, "found well")
+        assert {(await world.client.get("/v1/models")).json()["port"] for _ in range(4)} == set(ports(world))
+
+
+@in_loop
+async def test_nobody_there_is_503_with_retry_after(module=router):
+    async with routed(fine, module=module, interval=0.01) as world:
+        world.upstreams[0].well = False
+        await until(lambda: not next(iter(world.pool.replicas.values())).healthy, "found ill")
+        for answer in (
+            await world.client.post("/v1/completions", json=CHAT),
+            await world.client.get("/health"),
+        ):
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            error = answer.json()["error"]
+            assert (
+                error["type"] == "server_error"
+                and error["code"] == "no_replica"
+                and "1 of them ill" in error["message"]
+            )
+
+
+@in_loop
+async def test_refused_connections_make_ill_without_a_check(module=router):
+    async with routed(fine, fine, module=module, fall=2) as world:
+        await until(lambda: world.pool._vitals[world.upstreams[0].url].passed, "the first check is over")
+        world.upstreams[0].kill()
+        for _ in range(6):
+            assert (await world.client.get("/v1/models")).status_code == 200
+        assert not world.pool.replicas[world.upstreams[0].url].healthy and world.router.retries == 2
+
+
+# ---------------------------------------------------------------- leaving
+@in_loop
+async def test_draining_one_finishes_what_it_has_and_takes_nothing_new(module=router):
+    async with routed(hangs, fine, module=module) as world:
+        first = world.upstreams[0]
+        asking = asyncio.create_task(world.client.post("/v1/completions", json=CHAT))
+        await until(lambda: first.asked, "it was asked")
+        assert not await world.pool.drain(first.url, seconds=0.05)  # not in time
+        leaving = asyncio.create_task(world.pool.drain(first.url, seconds=20))
+        for _ in range(3):
+            assert (await world.client.get("/v1/models")).json()["port"] == ports(world)[1]
+        assert not leaving.done() and len(first.asked) == 1
+        first.go.set()
+        assert await leaving and (await asking).status_code == 200
+        world.pool.remove(first.url)
+        assert list(world.pool.replicas) == [world.upstreams[1].url]
+
+
+@in_loop
+async def test_draining_all_refuses_what_is_new(module=router):
+    async with routed(hangs, module=module) as world:
+        asking = asyncio.create_task(world.client.post("/v1/completions", json=CHAT))
+        await until(lambda: world.upstreams[0].asked, "it was asked")
+        leaving = asyncio.create_task(world.router.drain(20))
+        await asyncio.sleep(0)
+        refused = await world.client.post("/v1/completions", json=CHAT)
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        world.upstreams[0].go.set()
+        assert await leaving and (await asking).status_code == 200
+
+
+# ---------------------------------------------------------------- what is its own
+@in_loop
+async def test_a_body_too_long_is_413(module=router):
+    async with routed(fine, module=module, max_body=100) as world:
+        answer = await world.client.post("/v1/completions", content=b"x" * 101)
+        assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
+        assert (await world.client.post("/v1/completions", content=b"x" * 100)).status_code == 200
+
+
+@in_loop
+async def test_load_and_stats_are_those_of_all(module=router):
+    async with routed(fine, fine, fine, module=module) as world:
+        assert (await world.client.get("/load")).json() == dict(running=6, waiting=3)
+        world.upstreams[2].kill()
+        stats = (await world.client.get("/stats")).json()
+        assert (stats["model"], stats["running"], stats["max_running"], stats["pages"]["total"]) == (
+            "tiny",
+            4,
+            8,
+            20,
+        )
+        assert [r["url"] for r in stats["replicas"]] == [upstream.url for upstream in world.upstreams]
+        assert [r["stats"] is None for r in stats["replicas"]] == [False, False, True]
+
+
+@in_loop
+async def test_metrics_have_a_label_for_the_replica_and_each_family_once(module=router):
+    async with routed(fine, fine, module=module) as world:
+        text = (await world.client.get("/metrics")).text
+        assert text.count("# TYPE minserve:num_requests_running gauge") == 1
+        for port in ports(world):
+            name = f'replica="127.0.0.1:{port}"'
+            assert f'minserve:num_requests_running{{{name},model_name="tiny"}} 2.0\n' in text
+            assert f"minserve:up{{{name}}} 1.0\n" in text
+            assert f"minserve:router_available{{{name}}} 1\n" in text
+        parser = pytest.importorskip("prometheus_client.parser")
+        families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+        assert len(families["minserve:num_requests_running"].samples) == 2
+
+
+def test_families_stay_together_when_servers_know_different_ones():
+    one, two = (
+        "# HELP a A\n# TYPE a counter\na 1\n",
+        "# HELP b B\n# TYPE b gauge\nb 3\n# HELP a A\n# TYPE a counter\na 2\n",
+    )
+    assert merged.metrics({"http://x:1": one, "http://x:2": two}).splitlines() == [
+        "# HELP a A", "# TYPE a counter", 'a{replica="x:1"} 1', 'a{replica="x:2"} 2',
+        "# HELP b B", "# TYPE b gauge", 'b{replica="x:2"} 3',
+    ]  # fmt: skip
+    assert merged.metrics({"http://x:1": 'h_bucket{le="+Inf",m="a b} c"} 3.0 17\n'}) == (
+        'h_bucket{replica="x:1",le="+Inf",m="a b} c"} 3.0 17\n'
+    )
+
+
+def test_what_a_prefix_aware_policy_compares():
+    said = lambda **body: prompt_of(json.dumps(body).encode())
+    system = dict(role="system", content="Be brief.")
+    one, two = (said(messages=[system, dict(role="user", content=text)]) for text in ("Hi", "Ho"))
+    assert one.startswith("system\nBe brief.\nuser\nH") and one[:-2] == two[:-2]
+    parts = [dict(type="text", text="Be"), dict(type="text", text="brief.")]
+    assert said(messages=[dict(role="user", content=parts)]) == "user\nBe\nbrief.\n"
+    assert said(messages=[dict(role="assistant", content=None)]) == "assistant\n\n"
+    assert said(prompt="abc") == "abc" and said(prompt=[1, 2]) == [1, 2]
+    assert said(prompt=["abc", "d"]) == "abc" and said(prompt=[[1, 2], [3]]) == [1, 2]
+    for nonsense in (b"", b"{", b"[]", b"3", b'{"messages": 3}', b'{"messages": [{"role": "x", "content": [3]}]}',
+                     b'{"prompt": [1, "a", null]}', b'{"prompt": {"a": 1}}', b"[" * 100_000, b"\xff\xfe"):  # fmt: skip
+        assert prompt_of(nonsense) == ""
+
+
+@in_loop
+async def test_the_openai_client_works_through_it():
+    openai = pytest.importorskip("openai")
+    async with routed(streams("a", "b", "c", breaks=True)) as world:
+        world.upstreams[0].go.set()
+        async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="x", max_retries=0) as client:
+            stream = await client.chat.completions.create(**CHAT, stream=True)
+            got = []
+            with pytest.raises(openai.APIError, match="broke off"):
+                async for piece in stream:
+                    got.append(piece.choices[0].delta.content)
+            assert got == ["a", "b", "c"]
+        world.upstreams[0].kill()
+        await until(lambda: world.pool.ongoing == 0, "ended")
+        async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="x", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError) as refused:
+                await client.chat.completions.create(**CHAT)
+            assert refused.value.status_code == 503
