@@ -161,7 +161,8 @@ class Engine:
         """Queue one prompt: params.n outputs. `timeout`: seconds from now. `salt`: only equal salts share prefixes.
 
         elsewhere: `made`, tokens of the answer that another engine made; `kv`, keys and values it computed; `key`,
-        under which the connector shall hand out this request's own (cluster/connector.py).
+        under which the connector shall hand out this request's own (cluster/connector.py). `constraint`: which tokens
+        may come next (structured.py).
         Raises ValueError for a prompt or parameters that cannot be served, QueueFull when too many wait.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -186,6 +187,10 @@ class Engine:
             )
         if kv is not None:
             kv.check(self.cache)
+        if fields.get("constraint") and params.min_tokens:
+            raise ValueError(
+                "a grammar says where the answer ends, so min_tokens cannot: ask for one of the two"
+            )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         outputs: list[Output] = []
         for index in range(params.n):
@@ -264,16 +269,18 @@ class Engine:
                 plan = self.speculation.propose(plan)
             flight = self._launch(plan, record, marks)
         except Exception:  # whatever it is: it must not take the others along
-            heard: dict[Output, str] = {}  # who got a token of either step hears of both at once
-            for output, delta in self._land(landing, []) + self._one_by_one(plan, record):
-                heard[output] = heard.get(output, "") + delta
-            news = list(heard.items())
+            news = self._land(landing, []) + self._one_by_one(plan, record)
         else:
-            if self.overlap:
+            if self.overlap and not any(r.constraint for r, _ in plan):
                 self.flight = flight
-            news = self._land(landing if self.overlap else flight, marks)
+                news = self._land(landing, marks)
+            else:  # what a grammar allows next depends on this step's token: nothing is scheduled before it is here
+                news = self._land(landing, []) + self._land(flight, marks)
         marks += [self._clock()] * (len(PHASES) + 1 - len(marks))
-        return news
+        heard: dict[Output, str] = {}  # who got a token of two steps hears of both at once
+        for output, delta in news:
+            heard[output] = heard.get(output, "") + delta
+        return list(heard.items())
 
     def _launch(self, plan: Plan, record: StepRecord, marks: list[float]) -> "Flight | None":
         """Pack, compute, draw; then every request of the plan counts as one step further."""
@@ -282,7 +289,7 @@ class Engine:
             return None
         batch = self.packer.pack(plan)
         for r in batch.fresh:
-            self.sampler.put(r.seat, r.params, r.seed, r.prompt, r.outputs, r.stop_ids)
+            self.sampler.put(r.seat, r.params, r.seed, r.prompt, r.outputs, r.stop_ids, r.constraint)
         self.cache.copy(self.pages.copies)
         marks.append(self._clock())
         logits, drawn, states = self.compute(batch)
@@ -324,7 +331,7 @@ class Engine:
 
     def _tell(self, output: Output, at: int, logprobs) -> tuple[Output, str]:
         """A request's new tokens, tokens[at:], as text. Trouble with one reader's text is that reader's alone."""
-        request, delta, stopped = output.request, "", False
+        request, delta, stopped, complete = output.request, "", False, False
         try:
             for token in request.tokens[at:]:
                 if token == UNKNOWN:
@@ -334,11 +341,13 @@ class Engine:
                 if stopped:  # drafts behind the end were right in vain
                     del request.tokens[len(request.prompt) + output.told :]
                     break
+                complete = request.constraint is not None and request.constraint.accept(token)
         except Exception as error:
             self._fail(request, error)
-        if stopped:
+        if stopped or complete:
             self.scheduler.finish(request, "stop")
             request.finish_reason = "stop"  # also where this was the last token allowed
+        if stopped:
             del self.outputs[request.id]
         elif request.status is Status.FINISHED:
             delta += self._end(request)[1]

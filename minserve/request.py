@@ -192,6 +192,7 @@ class Request:
     made: InitVar[Sequence[int]] = ()
     kv: object = None  # .num_tokens, .check(cache), .load(cache, pages, computed)
     key: str | None = None  # under which others may ask for its keys and values
+    constraint: object = None  # structured.Constraint: which tokens may come next
 
     tokens: list[int] = field(init=False)  # prompt, then output
     most: int = field(init=False)  # tokens it ends with at the latest
@@ -224,6 +225,10 @@ class Request:
     def __post_init__(self, made):
         self.tokens, self.rank = [*self.prompt, *made], (0, self.id)
         self.most = len(self.prompt) + self.max_new_tokens
+        if self.constraint:  # each of n completions goes its own way
+            self.constraint = self.constraint.copy()
+            for token in made:
+                self.constraint.accept(token)
 
     @property
     def owed(self) -> int:

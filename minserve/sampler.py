@@ -30,7 +30,7 @@ from minserve.kernels.verify import verify
 from minserve.request import SamplingParams
 
 GROUP = 1 << 18  # logits that are worked on together on a CPU: 1 MB at each step, which a cache can hold
-PENALTY, BIAS, STOPS, DRAWN, LOGPROBS = 1, 2, 4, 8, 16  # what a seat asks for, as bits
+PENALTY, BIAS, STOPS, DRAWN, LOGPROBS, GRAMMAR = 1, 2, 4, 8, 16, 32  # what a seat asks for, as bits
 LAST = 0x7FFFFFFF  # behind every key
 COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
@@ -66,6 +66,7 @@ class Sampler:
         self.alternatives = np.zeros(seats, np.int64)
         self.bias = _Ragged(seats)
         self.stops = _Ragged(seats)
+        self.constraints: list = [None] * seats  # structured.Constraint
         self.times = None  # [N, V] int32: how often each token is in the seat's answer
         self.prompted = None  # [N, V] bool: is it in the prompt?
 
@@ -77,6 +78,7 @@ class Sampler:
         prompt: Sequence[int],
         outputs: Sequence[int],
         stop_ids: Iterable[int],
+        constraint=None,
     ) -> None:
         """A request takes the seat. After an interruption it does so again, with the outputs it has by then."""
         stops = {*stop_ids, *params.stop_token_ids} if params.min_tokens else ()
@@ -86,6 +88,7 @@ class Sampler:
             STOPS: stops,
             DRAWN: not params.greedy,
             LOGPROBS: params.logprobs is not None,
+            GRAMMAR: constraint is not None,
         }
         self.asks[seat] = sum(bit for bit, asked in asks.items() if asked)
         temperature = 0.0 if params.greedy else min(params.temperature, HOTTEST)
@@ -98,6 +101,7 @@ class Sampler:
         self.alternatives[seat] = params.logprobs or 0
         self.bias.put(seat, params.logit_bias)
         self.stops.put(seat, dict.fromkeys(stops, 0.0))
+        self.constraints[seat] = constraint
         if params.penalises:
             self._remember(seat, prompt, outputs)
 
@@ -163,7 +167,7 @@ class Sampler:
         return np.where(positions < self.min_tokens[seats], asks, asks & ~np.uint8(STOPS))
 
     def _adjust(self, x, seats, asks, before=None) -> None:
-        """Bias, penalties and min_tokens, written into x [R, V], as `sampling.adjusted` does for one row."""
+        """Bias, penalties and min_tokens, into x [R, V], as `sampling.adjusted` does for one row; then grammars."""
         if (rows := np.flatnonzero(asks & BIAS)).size:
             ids, values = (self._send(a) for a in self.bias.of(seats[rows]))
             where = self._send(rows)[:, None]
@@ -173,6 +177,8 @@ class Sampler:
             x[where] = self._penalised(x[where], seats[rows], before and [before[i] for i in rows])
         if (rows := np.flatnonzero(asks & STOPS)).size:
             x[self._send(rows)[:, None], self._send(self.stops.of(seats[rows])[0])] = -torch.inf
+        for row in np.flatnonzero(asks & GRAMMAR):
+            self.constraints[seats[row]].mask(x[row])
 
     def _penalised(self, x, seats, before=None):
         where = self._send(seats)

@@ -135,6 +135,8 @@ class Speculation:
 
     def limit(self, request: Request) -> int:
         """The most that could be kept, with the token that comes on top; and what its cache can take back."""
+        if request.constraint:  # what its grammar allows behind a draft is known only once that is accepted
+            return 0
         limit, pages = min(self.drafter.k, request.most - len(request.tokens) - 1), self.engine.pages
         if pages.shared > 1:  # a full page is sealed, and cannot be opened again: no draft may fill it
             limit = min(limit, pages.page_size - 2 - request.computed % pages.page_size)
