@@ -10,9 +10,12 @@ while the event loop goes on. So requests and schedules never meet in the middle
 
 Contracts    every output ends exactly once, and its stream ends after it; leaving a stream early aborts it
              add() raises what Engine.add raises: a bad request never reaches the loop
+             a reader costs at most `backlog` unread events: whoever lags further behind is aborted
+             each output has a Timeline (metrics.py), complete when on_end(output, timeline) is called
+             drain() lets nobody in, and ends when the last answer has, or at the deadline
              close() ends all streams ("abort") and gives every page back; an engine that breaks does the same,
              and every reader gets the error
-Story        notebooks/08_the_engine.ipynb
+Story        notebooks/08_the_engine.ipynb, notebooks/13_serving_and_slos.ipynb
 """
 
 import asyncio
@@ -20,20 +23,45 @@ import time
 from collections.abc import Callable
 
 from minserve.engine import Engine, Output
-from minserve.request import SamplingParams
+from minserve.metrics import Timeline
+from minserve.request import UNKNOWN, SamplingParams
+from minserve.step_log import StepRecord
+
+BACKLOG = 2048  # events, one for each step and output: a minute of a reader's absence at 34 steps a second
+
+
+class NotServing(RuntimeError):
+    """Nobody is let in: the engine drains, was closed, or has failed."""
 
 
 class Stream:
-    """What the caller of add() holds: `outputs`, complete when the iteration ends.
+    """What the caller of add() holds: `outputs`, complete when the iteration ends, and their `timelines`.
 
     Iterate for (output, new text, last): `last` is True once for each output. (`output.finished` may be true earlier,
-    while its last text still waits to be read.)
+    while its last text still waits to be read.) `told[output.index]` tokens were known when that text was.
     """
 
-    def __init__(self, serving: "AsyncEngine", outputs: list[Output]):
-        self.serving, self.outputs = serving, outputs
+    def __init__(self, serving: "AsyncEngine"):
+        self.serving, self.outputs, self.timelines = serving, [], []
+        self.told: list[int] = []
+        self.lagged = False  # it was aborted because nobody read it
         self._news: asyncio.Queue = asyncio.Queue()
-        self._open = len(outputs)  # outputs whose end has not been read yet
+        self._open = 0  # outputs whose end has not been read yet
+
+    def join(self, outputs: list[Output], timelines: list[Timeline]) -> None:
+        for output in outputs:
+            output.index += len(self.told)
+        self.outputs += outputs
+        self.timelines += timelines
+        self.told += [0] * len(outputs)
+        self._open += len(outputs)
+
+    def put(self, output: Output, text: str, last: bool) -> None:
+        self._news.put_nowait((output, text, last, num_known(output)))
+
+    @property
+    def unread(self) -> int:
+        return self._news.qsize()
 
     def __aiter__(self):
         return self
@@ -42,7 +70,7 @@ class Stream:
         if not self._open:
             raise StopAsyncIteration
         try:
-            output, text, last = await self._news.get()
+            output, text, last, self.told[output.index] = await self._news.get()
         except asyncio.CancelledError:  # whoever was reading is gone
             self.serving.abort(self)
             raise
@@ -63,12 +91,25 @@ class Stream:
 
 
 class AsyncEngine:
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        backlog: int = BACKLOG,
+        on_step: Callable[[StepRecord], None] | None = None,
+        on_end: Callable[[Output, Timeline], None] | None = None,
+    ):
+        """on_step hears of each step, on_end of each output that ended; both on the event loop, both may be many."""
+        self.engine, self.backlog = engine, backlog
+        self.on_step, self.on_end = [on_step] if on_step else [], [on_end] if on_end else []
         self.error: BaseException | None = None  # why the loop broke, if it did
+        self.draining = False
         self._streams: dict[int, Stream] = {}  # by request id
-        self._between: list[Callable[[], None]] = []  # to be done before the next step
+        self._fresh: dict[int, Timeline] = {}  # of those that no step has computed yet
+        self._between: list[tuple[Callable, asyncio.Future | None]] = []  # to be done before the next step
         self._wake, self._closed, self._loop = asyncio.Event(), False, None
+        self._empty = asyncio.Event()  # no output is open
+        self._empty.set()
 
     async def __aenter__(self):
         self._loop = asyncio.create_task(self._turn())
@@ -77,25 +118,37 @@ class AsyncEngine:
     async def __aexit__(self, *_):
         await self.close()
 
+    @property
+    def healthy(self) -> bool:
+        return self._loop is not None and not self._closed and self.error is None
+
+    # ------------------------------------------------------------ the door
     async def add(
         self,
         prompt: str | list[int],
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
         timeout: float | None = None,
-        salt: bytes = b"",
+        arrival: float | None = None,
+        join: Stream | None = None,
+        **fields,
     ) -> Stream:
-        """Queue a prompt. Raises ValueError, QueueFull (both as Engine.add), RuntimeError once closed."""
-        if self._closed or self._loop is None:
-            raise RuntimeError(
-                "the engine is not running: it was closed, has failed, or `async with` was not entered"
-            )
-        deadline = None if timeout is None else time.monotonic() + timeout
-        outputs = self.engine.make(
-            prompt, params or SamplingParams(), priority=priority, deadline=deadline, salt=salt
-        )
-        stream, queued = Stream(self, outputs), asyncio.get_running_loop().create_future()
+        """Queue a prompt. Raises ValueError, QueueFull (both as Engine.add), NotServing.
+
+        arrival   when it came (time.monotonic() seconds), if that was earlier: TTFT and `timeout` count from there
+        join      a stream that shall carry these outputs too, behind its own
+        fields    priority, salt, made, kv, key, constraint: as Engine.add
+        """
+        self._check_serving()
+        arrival = time.monotonic() if arrival is None else arrival
+        deadline = None if timeout is None else arrival + timeout
+        outputs = self.engine.make(prompt, params or SamplingParams(), deadline=deadline, **fields)
+        timelines = [
+            Timeline(arrival, prompt_tokens=len(o.request.prompt), priority=o.request.priority)
+            for o in outputs
+        ]
+        stream = join or Stream(self)
+        queued = asyncio.get_running_loop().create_future()
 
         def let_in():
             if queued.cancelled():
@@ -105,7 +158,8 @@ class AsyncEngine:
             except Exception as refused:
                 queued.set_exception(refused)
                 return
-            self._streams.update((output.request.id, stream) for output in outputs)
+            stream.join(outputs, timelines)
+            self._note_arrivals(stream, outputs, timelines)
             queued.set_result(None)
 
         self._do(let_in)
@@ -120,6 +174,24 @@ class AsyncEngine:
         """End a stream's outputs before the next step. Calling it late or twice does nothing."""
         self._do(lambda: self._tell(self.engine.abort(stream.outputs)))
 
+    async def between(self, operation: Callable):
+        """What operation() returns, called in a worker thread while no step runs: for what must not meet one."""
+        self._check_serving()
+        done = asyncio.get_running_loop().create_future()
+        self._do(operation, done)
+        return await done
+
+    async def drain(self, seconds: float) -> bool:
+        """Let nobody in and wait for the answers under way, so long at most; then close. Have all of them ended?"""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            pass
+        complete = self._empty.is_set()
+        await self.close()
+        return complete
+
     async def close(self) -> None:
         """End everything. Returns when every page is back."""
         self._closed = True
@@ -127,16 +199,24 @@ class AsyncEngine:
         if self._loop is not None:
             await self._loop
 
-    def _do(self, operation: Callable[[], None]) -> None:
-        self._between.append(operation)
+    def _check_serving(self) -> None:
+        if self.draining and not self._closed:
+            raise NotServing("the engine is shutting down: it finishes what it has, and takes nothing new")
+        if self._closed or self._loop is None:
+            why = f"it has failed ({self.error})" if self.error else "it was closed"
+            raise NotServing(f"the engine is not running: {why}, or `async with` was not entered")
+
+    # ------------------------------------------------------------ the loop
+    def _do(self, operation: Callable, done: asyncio.Future | None = None) -> None:
+        self._between.append((operation, done))
         self._wake.set()
 
     async def _turn(self) -> None:
         try:
             while not self._closed:
-                self._clear()
+                await self._clear()
                 if self.engine.scheduler.has_work:
-                    self._tell(await asyncio.to_thread(self.engine.step))
+                    self._note(*await asyncio.to_thread(self._step))
                 else:
                     await self._wake.wait()
                 self._wake.clear()
@@ -144,8 +224,33 @@ class AsyncEngine:
             self.error = error
         finally:
             self._closed = True
-            self._clear()
+            await self._clear()
             self._end_all()
+
+    def _step(self):
+        """One step, in the worker thread, and what it was: its begin, its record if it left one, its news, its end."""
+        log, begin = self.engine.log, time.monotonic()
+        before = log[-1] if log else None
+        news = self.engine.step()
+        record = log[-1] if log and log[-1] is not before else None
+        return begin, record, news, time.monotonic()
+
+    async def _clear(self) -> None:
+        while self._between:
+            operation, done = self._between.pop(0)
+            if done is None:
+                operation()
+            elif self._closed and not done.cancelled():
+                done.set_exception(NotServing("the engine was closed before this was done"))
+            elif not done.cancelled():
+                try:
+                    result = await asyncio.to_thread(operation)
+                except Exception as error:
+                    if not done.cancelled():
+                        done.set_exception(error)
+                else:
+                    if not done.cancelled():
+                        done.set_result(result)
 
     def _end_all(self) -> None:
         for output in self.engine.outputs.values():
@@ -155,14 +260,61 @@ class AsyncEngine:
         finally:  # even if closing fails: nobody waits for ever
             for stream in set(self._streams.values()):
                 for output in stream.outputs:
-                    stream._news.put_nowait((output, "", True))
+                    if self._streams.pop(output.request.id, None):
+                        stream.put(output, "", True)
+            self._empty.set()
 
-    def _clear(self) -> None:
-        while self._between:
-            self._between.pop(0)()
+    # ------------------------------------------------------------ who hears what, and when it was
+    def _note_arrivals(self, stream: Stream, outputs: list[Output], timelines: list[Timeline]) -> None:
+        now = time.monotonic()
+        self._empty.clear()
+        for output, timeline in zip(outputs, timelines):
+            timeline.queued = now
+            self._streams[output.request.id], self._fresh[output.request.id] = stream, timeline
+            if output.told:  # tokens that were made elsewhere are news here
+                timeline.told(now, output.told, output.text)
+                stream.put(output, output.text, False)
 
-    def _tell(self, news: list[tuple[Output, str]]) -> None:
+    def _note(self, begin: float, record: StepRecord | None, news: list, end: float) -> None:
+        """A step has ended: into the timelines, to the readers, to who listens."""
+        if record and self._fresh:
+            for row in record.rows:
+                if timeline := self._fresh.pop(row.request, None):
+                    timeline.started = begin
+        self._tell(news, end)
+        for listen in self.on_step if record else ():
+            listen(record)
+
+    def _tell(self, news: list[tuple[Output, str]], now: float | None = None) -> None:
+        now = time.monotonic() if now is None else now
         for output, text in news:
-            request = output.request.id
-            stream = self._streams.pop(request) if output.finished else self._streams[request]
-            stream._news.put_nowait((output, text, output.finished))
+            stream = self._streams.get(output.request.id)
+            if stream is None:
+                continue  # its end was told while this news was on its way
+            timeline = stream.timelines[output.index]
+            timeline.told(now, num_known(output) - len(timeline.tokens), text)
+            if output.finished:
+                del self._streams[output.request.id]
+                self._ended(output, timeline, now)
+            stream.put(output, text, output.finished)
+            if stream.unread > self.backlog and not stream.lagged:
+                stream.lagged = True
+                self.abort(stream)
+        if not self._streams:
+            self._empty.set()
+
+    def _ended(self, output: Output, timeline: Timeline, now: float) -> None:
+        self._fresh.pop(output.request.id, None)
+        timeline.cached_tokens, timeline.preemptions = (
+            output.request.cached_tokens,
+            output.request.preemptions,
+        )
+        timeline.ended(now, output.finish_reason)
+        for listen in self.on_end:
+            listen(output, timeline)
+
+
+def num_known(output: Output) -> int:
+    """How many tokens its answer has: what len(output.tokens) says, without a copy of them."""
+    request = output.request
+    return len(request.tokens) - len(request.prompt) - (request.tokens[-1] == UNKNOWN)

@@ -24,8 +24,10 @@ from minserve.kernels.prefill_attention import prefill_attention
 from minserve.kv_cache import KVCache
 from minserve.model import Model
 from minserve.request import SamplingParams, check_vocabulary
+from minserve.sampler import TokenLogprobs, logprobs_of
 from minserve.sampling import sample
 
+SCORED = 256  # rows of a prompt whose logits exist at once: 50 MB for a vocabulary of 49,152
 Tokens = Generator[int, None, str]  # yields token ids, returns "stop" or "length"
 
 
@@ -96,6 +98,17 @@ def _tokens(
         tokens.append(token)
         yield token
     return "length"
+
+
+def prompt_logprobs(model: Model, prompt: list[int], alternatives: int) -> list[TokenLogprobs | None]:
+    """What the model thought of each token of a prompt, from one pass over all of it. Of the first: nothing, None."""
+    ids = torch.tensor(prompt, device=model.device)
+    states = model.states(ids, torch.arange(len(prompt), device=model.device), attend_afresh(model.config))
+    found: list[TokenLogprobs | None] = [None]
+    for begin in range(0, len(prompt) - 1, SCORED):
+        logits = model.scores(states[begin : begin + SCORED])
+        found += [logprobs_of(its, t, alternatives) for its, t in zip(logits, prompt[begin + 1 :])]
+    return found
 
 
 # ---------------------------------------------------------------- the door

@@ -23,12 +23,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPLACEMENT = "\ufffd"
+# How byte-level vocabularies write bytes: printable ones as themselves, the others as the characters from U+0100 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_OF = {chr(b): b for b in PRINTABLE}
+BYTE_OF |= {chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
 
 
 class Tokenizer:
     def __init__(self, hf, eos_token_ids: tuple[int, ...]):
         self.hf, self.eos_token_ids = hf, eos_token_ids
         self.special_ids = frozenset(hf.all_special_ids)
+        self._byte_level = "ByteLevel" in repr(
+            getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
+        )
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
@@ -51,12 +58,27 @@ class Tokenizer:
                 ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(hf, tuple(dict.fromkeys(ids)))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text as the model saw it in training: with BOS, if this tokenizer has one."""
-        return self.hf.encode(text, verbose=False)  # too long is for the engine to say
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of plain text as the model saw it in training: with BOS, if this tokenizer has one and `special`."""
+        return self.hf.encode(
+            text, add_special_tokens=special, verbose=False
+        )  # too long is for the engine to say
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one id stands for, a piece of a character too. A special token's are its name."""
+        piece = self.hf.convert_ids_to_tokens(token)
+        if piece is None:  # a row of the model without a token
+            return b""
+        if token in self.hf.added_tokens_decoder:
+            return piece.encode()
+        if _is_byte(piece):
+            return bytes([int(piece[3:5], 16)])
+        if self._byte_level:
+            return bytes(BYTE_OF[c] for c in piece)
+        return piece.replace("\u2581", " ").encode()  # how sentencepiece writes a space
 
     def chat(self, messages: list[dict]) -> list[int]:
         """Render [{role, content}, ...] through the model's chat template, ready for its answer. Returns ids.
@@ -72,7 +94,13 @@ class Tokenizer:
             )
         specials = self.hf.all_special_tokens
         said = "".join(m["content"] for m in messages)
-        veil = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in said)  # a private-use character
+        veil = next(
+            (c for c in map(chr, range(0xE000, 0xF900)) if c not in said), None
+        )  # a private-use character
+        if veil is None:
+            raise ValueError(
+                "the messages use all 6,400 characters of the private-use area; one must be left to mark special tokens"
+            )
         veiled = [m | {"content": _veil(m["content"], specials, veil)} for m in messages]
         text = self.hf.apply_chat_template(veiled, tokenize=False, add_generation_prompt=True)
         if veiled == messages:

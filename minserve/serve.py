@@ -1,0 +1,144 @@
+"""`python -m minserve serve`: one model behind the OpenAI API.
+
+It listens on the loopback interface unless told otherwise, and prints one line on standard output once it answers:
+
+    minserve: serving SmolLM2-135M-Instruct at http://127.0.0.1:8000
+
+SIGTERM or Ctrl-C: nobody new is let in (503), answers under way may finish for --drain-seconds, what is left then is
+aborted, and the command ends with 0. A second signal does not wait.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from minserve.async_engine import BACKLOG, AsyncEngine
+from minserve.drafters import NAMES
+from minserve.engine import Engine
+from minserve.fetch import FetchError, resolve
+from minserve.quantized_cache import KINDS
+from minserve.server import Limits, create_app
+from minserve.text import Tokenizer
+from minserve.weights import DTYPES, load
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CLOSING_SECONDS = 5  # for connections to take their last bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a model folder or a hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--served-model-name", help="its name for clients; default: the folder's")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 is a free one")
+    parser.add_argument("--api-key", help="what clients have to send; default: nothing")
+    parser.add_argument(
+        "--allowed-origins", nargs="*", default=["*"], help="web pages that may ask; default: any"
+    )
+    parser.add_argument(
+        "--drain-seconds", type=float, default=30.0, help="for answers under way at the end; 30"
+    )
+    parser.add_argument("--log-prompts", action="store_true", help="write what people ask to the log")
+    parser.add_argument(
+        "--metrics-prefix", default="minserve:", help='of /metrics; "vllm:" for its dashboards'
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-model-len", type=int, help="tokens of prompt and answer; default: the model's context"
+    )
+    limits.add_argument("--max-body-bytes", type=int, default=Limits.body_bytes, help="of one request")
+    limits.add_argument(
+        "--max-choices", type=int, default=Limits.choices, help="n times prompts of one request"
+    )
+    limits.add_argument("--backlog", type=int, default=BACKLOG, help="events a reader may lag behind")
+    add_engine_arguments(parser.add_argument_group("engine"))
+
+
+def add_engine_arguments(parser) -> None:
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--num-pages", type=int, help="of the KV cache; default: by memory")
+    parser.add_argument("--page-size", type=int, help="tokens of a page; default: 16")
+    parser.add_argument("--kv-cache-dtype", choices=list(KINDS), help="default: the model's own")
+    parser.add_argument("--token-budget", type=int, default=512, help="tokens of one step; default: 512")
+    parser.add_argument("--max-running", type=int, default=64, help="requests of one step; default: 64")
+    parser.add_argument("--max-waiting", type=int, default=4096, help="the queue, then 429; default: 4096")
+    parser.add_argument("--ageing", type=int, default=100, help="steps of waiting that a priority is worth")
+    parser.add_argument("--drafter", choices=NAMES, help="speculative decoding: who proposes tokens")
+    parser.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute every prompt from its first token"
+    )
+
+
+def main(args) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        serving, tokenizer, name = build(args)
+        app = create_app(serving, tokenizer, args.served_model_name or name, limits=limits_of(args),
+                         api_key=args.api_key, metrics_prefix=args.metrics_prefix, log_prompts=args.log_prompts,
+                         origins=tuple(args.allowed_origins))  # fmt: skip
+    except (ValueError, FetchError, FileNotFoundError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    if args.host not in LOOPBACK and not args.api_key:
+        print(f"serve: {args.host} lets other machines in, and there is no --api-key: anybody who reaches port "
+              f"{args.port} can use this model", file=sys.stderr)  # fmt: skip
+    config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning", access_log=False,
+                            timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
+    server = Server(config, serving, args.served_model_name or name, args.drain_seconds)
+    server.run()
+    return 0 if server.started else 1
+
+
+def build(args, **options) -> tuple[AsyncEngine, Tokenizer, str]:
+    """The engine that the arguments describe, its tokenizer, and the model's name. `options` go to Engine."""
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folder = resolve(args.model)
+    tokenizer = Tokenizer.load(folder)
+    names = "num_pages page_size kv_cache_dtype token_budget max_running max_waiting ageing drafter".split()
+    chosen = {name: getattr(args, name) for name in names}
+    engine = Engine(
+        load(folder, DTYPES[args.dtype] if args.dtype else None, device), tokenizer,
+        prefix_caching=not args.no_prefix_caching, **chosen, **options,
+    )  # fmt: skip
+    return AsyncEngine(engine, backlog=args.backlog), tokenizer, Path(folder).name
+
+
+def limits_of(args) -> Limits:
+    return Limits(args.max_model_len, args.max_choices, args.max_body_bytes)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, but for its beginning, which is announced, and its end, which waits for answers under way."""
+
+    def __init__(self, config, serving: AsyncEngine, name: str, drain_seconds: float):
+        super().__init__(config)
+        self.serving, self.name, self.drain_seconds, self.draining = serving, name, drain_seconds, None
+
+    async def startup(self, sockets=None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+            print(f"minserve: serving {self.name} at http://{host}:{port}", flush=True)
+
+    def handle_exit(self, sig, frame) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self.loop.call_soon_threadsafe(self.leave)
+
+    def leave(self) -> None:
+        if self.draining:
+            self.should_exit = self.force_exit = True
+        else:
+            self.draining = asyncio.create_task(self.drain())
+
+    async def drain(self) -> None:
+        await self.serving.drain(self.drain_seconds)
+        self.should_exit = True
