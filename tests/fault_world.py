@@ -1,4 +1,4 @@
-"""What the tests of a server's faults stand on: a client that speaks bytes, steps that wait to be let through, and rest.
+"""What tests of a server's faults stand on: a client that speaks bytes, steps that wait to be let through, and rest.
 
 Wire(url)          one HTTP/1.1 connection; whole answers, or server-sent events one at a time
 Gate(engine)       no step runs until let() says so: a request can be caught in any phase
