@@ -69,14 +69,13 @@ class GlooConnector(KVConnector):
         else:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             store = distributed.FileStore(self.path, 2)
-            store.set_timeout(patience)
+        store.set(f"here {self.rank}", "")
+        store.wait([f"here {1 - self.rank}"], patience)  # from here on, a lease is long enough
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = patience
+        options._timeout = timedelta(seconds=self.lease)
         options._devices = [gloo.create_device(hostname=host)]
-        group = gloo(store, self.rank, 2, options)
-        group._set_default_timeout(timedelta(seconds=self.lease))
-        return group
+        return gloo(store, self.rank, 2, options)
 
     def _listen(self) -> None:
         size = torch.zeros(1, dtype=torch.int64)
@@ -132,9 +131,10 @@ class GlooConnector(KVConnector):
 
     def close(self) -> None:
         super().close()
-        self._closed.set()
         self.inbox.fail(ConnectionError("closed"))
-        if self.rank == PRODUCER and self._group is not None and self.error is None:
+        first = not self._closed.is_set()
+        self._closed.set()
+        if first and self.rank == PRODUCER and self._group is not None and self.error is None:
             try:
                 self._send_bytes(b"", GOODBYE)
             except Exception:  # it was not there any more
