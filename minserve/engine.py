@@ -277,6 +277,8 @@ class Engine:
             else:  # what a grammar allows next depends on this step's token: nothing is scheduled before it is here
                 news = self._land(landing, []) + self._land(flight, marks)
         marks += [self._clock()] * (len(PHASES) + 1 - len(marks))
+        if landing is None:
+            return news
         heard: dict[Output, str] = {}  # who got a token of two steps hears of both at once
         for output, delta in news:
             heard[output] = heard.get(output, "") + delta
