@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from minserve.engine import Engine, Output
 from minserve.metrics import Timeline
-from minserve.request import UNKNOWN, SamplingParams
+from minserve.request import UNKNOWN, SamplingParams, Status
 from minserve.step_log import StepRecord
 
 BACKLOG = 2048  # events, one for each step and output: a minute of a reader's absence at 34 steps a second
@@ -55,6 +55,13 @@ class Stream:
         self.timelines += timelines
         self.told += [0] * len(outputs)
         self._open += len(outputs)
+
+    def close(self, outputs: list[Output], arrival: float) -> None:
+        """Outputs that want no token: they have ended, "length", without the engine."""
+        self.join(outputs, [Timeline(arrival) for _ in outputs])
+        for output in outputs:
+            output.request.status, output.request.finish_reason = Status.FINISHED, "length"
+            self.put(output, "", True)
 
     def put(self, output: Output, text: str, last: bool) -> None:
         self._news.put_nowait((output, text, last, num_known(output)))
@@ -309,7 +316,7 @@ class AsyncEngine:
             output.request.cached_tokens,
             output.request.preemptions,
         )
-        timeline.ended(now, output.finish_reason)
+        timeline.ended(now, "error" if output.error else output.finish_reason)
         for listen in self.on_end:
             listen(output, timeline)
 

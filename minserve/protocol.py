@@ -1,8 +1,8 @@
-"""What clients of the OpenAI API say, and how they want to be answered. Pure: bodies in, dictionaries out.
+"""What clients of the OpenAI API say, and what that means for the engine. Pure: how they are told is server/replies.py.
 
     ChatBody, CompletionBody    a request, checked; unknown fields are ignored, null means "not given"
-    .params(), .messages()      what the engine needs of it
-    ChatReply, CompletionReply  an answer, whole or in chunks
+    .params(), .prompts()       what the engine needs of it
+    plain(messages)             what a chat template takes
     Refused                     an error as this API says it: status, message, type, param, code
 
 Conventions, where servers differ
@@ -21,17 +21,12 @@ cache_salt add_special_tokens; and timeout, in seconds. `tools`, `suffix`, `best
 Story    notebooks/13_serving_and_slos.ipynb
 """
 
-import codecs
 import re
-import time
-import uuid
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from minserve.output import Output
 from minserve.request import SamplingParams
-from minserve.text import Tokenizer
 
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # what a completion gets that does not say how much it wants
@@ -100,6 +95,10 @@ class Sampling(Body):
     timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
     cache_salt: str | None = None
 
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def params(self, **changes) -> SamplingParams:
         """Raises Refused (400), naming the parameter."""
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {
@@ -107,12 +106,17 @@ class Sampling(Body):
             "max_tokens",
         }
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        limit = 1 if self.only_echo else self.limit
         given = dict(temperature=1.0, max_tokens=limit) | given | dict(logprobs=self.alternatives) | changes
         try:
             return SamplingParams(**given)
         except ValueError as error:
             raise refused(error) from None
+
+    @property
+    def only_echo(self) -> bool:
+        """max_tokens 0 and echo: nothing is to be made, the prompt is the answer."""
+        return False
 
     @property
     def include_usage(self) -> bool:
@@ -179,6 +183,10 @@ class CompletionBody(Sampling):
     def alternatives(self) -> int | None:
         return self.logprobs
 
+    @property
+    def only_echo(self) -> bool:
+        return bool(self.echo) and self.limit == 0
+
     def prompts(self) -> list[str | list[int]]:
         """One or many, text or token ids. Raises Refused (400) for none."""
         given = self.prompt
@@ -216,178 +224,3 @@ def refused(error: ValidationError | ValueError) -> Refused:
 def _is_field(part: str | int) -> bool:
     """pydantic's places also name the branch of a union, such as `list[int]` or `str`."""
     return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float", "list"))
-
-
-# ---------------------------------------------------------------- what they are told
-class Reply:
-    """An answer of several choices. A choice's index is its output's place in the stream."""
-
-    kind: str
-    prefix: str
-
-    def __init__(self, body: Sampling, model: str, tokenizer: Tokenizer):
-        self.body, self.tokenizer = body, tokenizer
-        id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.head = dict(id=id, object=self.kind, created=int(time.time()), model=model)
-        self.begun: dict[int, Pieces] = {}  # by choice
-
-    def usage(self, outputs: list[Output], told: list[int]) -> dict:
-        """told: tokens of each output. A prompt is the first of its n outputs, and counts once."""
-        firsts = [output.request for output in outputs if output.request.leader is None]
-        prompt, completion = sum(len(r.prompt) for r in firsts), sum(told)
-        return dict(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details={"cached_tokens": sum(r.cached_tokens for r in firsts)},
-        )
-
-    def whole(self, outputs: list[Output], told: list[int]) -> dict:
-        choices = [self._whole(output) | {"finish_reason": output.finish_reason} for output in outputs]
-        return self.head | {"choices": choices, "usage": self.usage(outputs, told)}
-
-    def chunks(self, output: Output, text: str, last: bool, told: int) -> list[dict]:
-        """What is new of a choice: at its first news an opening, then text and logprobs, at its end a finish."""
-        choices = []
-        if (pieces := self.begun.get(output.index)) is None:
-            pieces = self.begun[output.index] = self._pieces(output)
-            choices += self._opening(output)
-        if told > pieces.told or text:
-            logprobs = output.logprobs[pieces.told : told]
-            choices.append(self._piece(text, pieces.add(output.tokens[pieces.told : told], logprobs)))
-            pieces.told = max(told, pieces.told)
-        ends = [None] * len(choices)
-        if last:
-            choices, ends = [*choices, self._piece("", None, closing=True)], [*ends, output.finish_reason]
-        return [
-            self.head | {"choices": [{"index": output.index} | choice | {"finish_reason": end}]}
-            for choice, end in zip(choices, ends)
-        ]
-
-    def last_usage(self, outputs: list[Output], told: list[int]) -> dict:
-        return self.head | {"choices": [], "usage": self.usage(outputs, told)}
-
-    def _pieces(self, output: Output) -> "Pieces":
-        return self.pieces(self.tokenizer, output.request.params.logprobs)
-
-    def _whole(self, output: Output) -> dict:
-        raise NotImplementedError
-
-    def _opening(self, output: Output) -> list[dict]:
-        raise NotImplementedError
-
-    def _piece(self, text: str, logprobs: dict | None, closing: bool = False) -> dict:
-        raise NotImplementedError
-
-
-class ChatReply(Reply):
-    kind, prefix = "chat.completion", "chatcmpl"
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pieces = ChatPieces
-        if self.body.stream:
-            self.head["object"] = "chat.completion.chunk"
-
-    def _whole(self, output):
-        logprobs = self._pieces(output).add(output.tokens, output.logprobs)
-        message = {"role": "assistant", "content": output.text}
-        return dict(index=output.index, message=message, logprobs=logprobs)
-
-    def _opening(self, output):
-        return [dict(delta={"role": "assistant", "content": ""}, logprobs=None)]
-
-    def _piece(self, text, logprobs, closing=False):
-        return dict(delta={} if closing else {"content": text}, logprobs=logprobs)
-
-
-class CompletionReply(Reply):
-    kind, prefix = "text_completion", "cmpl"
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pieces = CompletionPieces
-        self.echoed: list[Echo] = []  # of each prompt, where the client wants it back
-
-    def _echo(self, output: Output) -> "Echo | None":
-        return self.echoed[output.index // (self.body.n or 1)] if self.echoed else None
-
-    def _pieces(self, output):
-        pieces, echo = super()._pieces(output), self._echo(output)
-        if echo and echo.logprobs is None:
-            pieces.decoded = len(echo.text)
-        return pieces
-
-    def _whole(self, output):
-        pieces, echo = self._pieces(output), self._echo(output)
-        tokens, logprobs = output.tokens, output.logprobs
-        if echo and echo.logprobs is not None:
-            tokens, logprobs = [*echo.tokens, *tokens], [*echo.logprobs, *logprobs]
-        text = (echo.text if echo else "") + output.text
-        return dict(index=output.index, text=text, logprobs=pieces.add(tokens, logprobs))
-
-    def _opening(self, output):
-        if (echo := self._echo(output)) is None:
-            return []
-        pieces = self.begun[output.index]
-        logprobs = None if echo.logprobs is None else pieces.add(echo.tokens, echo.logprobs)
-        return [self._piece(echo.text, logprobs)]
-
-    def _piece(self, text, logprobs, closing=False):
-        return dict(text=text, logprobs=logprobs)
-
-
-class Echo:
-    """A prompt that is given back: its text, and with logprobs its tokens, the first of which has none."""
-
-    def __init__(self, text: str, tokens: list[int], logprobs: list | None = None):
-        self.text, self.tokens, self.logprobs = text, tokens, logprobs
-
-
-# ---------------------------------------------------------------- logprobs
-class Pieces:
-    """The logprobs of one choice, as it grows."""
-
-    def __init__(self, tokenizer: Tokenizer, alternatives: int | None):
-        self.tokenizer, self.alternatives = tokenizer, alternatives
-        self.told = 0  # tokens the client knows
-        self.decoded = 0  # characters before the next token
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, tokens: list[int], logprobs: list) -> dict | None:
-        """The next tokens. None if nobody asks."""
-        return None if self.alternatives is None else self._entries(tokens, logprobs)
-
-
-class ChatPieces(Pieces):
-    def _entries(self, tokens, logprobs):
-        entries = []
-        for its in logprobs:
-            top = [self._entry(*pair) for pair in its.top[: self.alternatives]]
-            entries.append(self._entry(its.token, its.logprob) | {"top_logprobs": top})
-        return {"content": entries}
-
-    def _entry(self, token: int, logprob: float) -> dict:
-        its = self.tokenizer.bytes_of(token)
-        return dict(token=its.decode("utf-8", "replace"), logprob=logprob, bytes=list(its))
-
-
-class CompletionPieces(Pieces):
-    def _entries(self, tokens, logprobs):
-        entries = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token, its in zip(tokens, logprobs):
-            entries["tokens"].append(self._name(token))
-            entries["token_logprobs"].append(None if its is None else its.logprob)
-            top = None if its is None else {self._name(i): logprob for i, logprob in its.top}
-            entries["top_logprobs"].append(top)
-            entries["text_offset"].append(self.decoded)
-            if token not in self.tokenizer.special_ids:  # those print nothing
-                self.decoded += len(self._decoder.decode(self.tokenizer.bytes_of(token)))
-        return entries
-
-    def _name(self, token: int) -> str:
-        its = self.tokenizer.bytes_of(token)
-        try:
-            return its.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in its)
