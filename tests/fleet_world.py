@@ -97,7 +97,7 @@ class Upstream:
 
     async def _stats(self, writer):
         told = dict(model="tiny", running=2, waiting=1, max_running=4, steps=7, tokens_per_second=1.5,
-                    pages=dict(total=10, free=8, cached=1, in_use=1))  # fmt: skip
+                    pages=dict(total=10, free=8, cached=1, in_use=1), requests=dict(finished=5, failed=1))  # fmt: skip
         await reply(writer, 200, json.dumps(told).encode())
 
     async def _metrics(self, writer):

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import fleet_world
+import httpx2
 import pytest
 from fleet_world import (
     dies_after_its_headers,
@@ -17,11 +19,13 @@ from fleet_world import (
     streams,
     until,
 )
+from wrong_versions import wrong_version
 
 from minserve.cluster import merged, pool, router
 from minserve.cluster.policies import Replica
 from minserve.cluster.router import prompt_of
 
+WAIT = 10.0  # seconds, for what has to happen soon
 CHAT = dict(model="tiny", messages=[dict(role="user", content="Hi")])
 
 
@@ -61,8 +65,9 @@ async def test_a_stream_passes_piece_by_piece(module=router):
             assert answer.headers["content-type"] == "text/event-stream"
             pieces = answer.aiter_raw()
             got = b""
-            while got != event("a") + event("b"):
-                got += await anext(pieces)
+            async with asyncio.timeout(WAIT):
+                while got != event("a") + event("b"):
+                    got += await anext(pieces)
             assert world.pool.ongoing == 1
             world.upstreams[0].go.set()
             async for piece in pieces:
@@ -143,7 +148,7 @@ async def test_a_client_that_leaves_its_stream_closes_it_behind_the_router(modul
     async with routed(streams("a", "b", "c"), module=module) as world:
         async with world.client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
             await anext(answer.aiter_raw())
-        await asyncio.wait_for(world.upstreams[0].closed.wait(), 10)
+        await asyncio.wait_for(world.upstreams[0].closed.wait(), WAIT)
         await until(lambda: world.pool.ongoing == 0, "counted down")
 
 
@@ -155,7 +160,7 @@ async def test_a_client_that_leaves_before_any_answer_does_so_too(module=router)
         assert world.pool.ongoing == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await asyncio.wait_for(world.upstreams[0].closed.wait(), 10)
+        await asyncio.wait_for(world.upstreams[0].closed.wait(), WAIT)
         await until(lambda: world.pool.ongoing == 0, "counted down")
 
 
@@ -234,6 +239,23 @@ async def test_refused_connections_make_ill_without_a_check(module=router):
         assert not world.pool.replicas[world.upstreams[0].url].healthy and world.router.retries == 2
 
 
+@in_loop
+async def test_a_prefix_stays_together_until_its_replica_is_ill(module=router):
+    chat = lambda i: dict(
+        messages=[dict(role="system", content="Be brief. " * 20), dict(role="user", content=str(i))]
+    )
+    async with routed(fine, fine, fine, module=module, policy="prefix_aware", interval=0.01) as world:
+        homes = {
+            (await world.client.post("/v1/chat/completions", json=chat(i))).json()["port"] for i in range(5)
+        }
+        assert len(homes) == 1
+        home = next(u for u in world.upstreams if u.port in homes)
+        home.well = False
+        await until(lambda: not world.pool.replicas[home.url].healthy, "found ill")
+        assert home.url not in world.router.policy._known
+        assert (await world.client.post("/v1/chat/completions", json=chat(9))).json()["port"] not in homes
+
+
 # ---------------------------------------------------------------- leaving
 @in_loop
 async def test_draining_one_finishes_what_it_has_and_takes_nothing_new(module=router):
@@ -254,14 +276,17 @@ async def test_draining_one_finishes_what_it_has_and_takes_nothing_new(module=ro
 
 @in_loop
 async def test_draining_all_refuses_what_is_new(module=router):
-    async with routed(hangs, module=module) as world:
+    async with routed(hangs, fine, module=module) as world:
+        held, late = world.upstreams
+        world.pool.remove(late.url)
         asking = asyncio.create_task(world.client.post("/v1/completions", json=CHAT))
-        await until(lambda: world.upstreams[0].asked, "it was asked")
+        await until(lambda: held.asked, "it was asked")
         leaving = asyncio.create_task(world.router.drain(20))
-        await asyncio.sleep(0)
+        await until(lambda: world.router.draining, "it drains")
+        world.pool.add(late.url)  # also if somebody comes too late
         refused = await world.client.post("/v1/completions", json=CHAT)
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
-        world.upstreams[0].go.set()
+        held.go.set()
         assert await leaving and (await asking).status_code == 200
 
 
@@ -286,6 +311,7 @@ async def test_load_and_stats_are_those_of_all(module=router):
             8,
             20,
         )
+        assert stats["requests"] == dict(finished=10, failed=2)
         assert [r["url"] for r in stats["replicas"]] == [upstream.url for upstream in world.upstreams]
         assert [r["stats"] is None for r in stats["replicas"]] == [False, False, True]
 
@@ -334,6 +360,74 @@ def test_what_a_prefix_aware_policy_compares():
         assert prompt_of(nonsense) == ""
 
 
+# ---------------------------------------------------------------- wrong routers
+WRONG = [
+    ("an error goes to another", router, "{429, 503}", "{429, 500, 503}",
+     "an_answer_of_the_server_is_an_answer_even_if_it_is_an_error"),
+    ("who is full has the last word", router, "{429, 503}", "{503}", "full_or_leaving_another_takes_over"),
+    ("who leaves has the last word", router, "{429, 503}", "{429}", "full_or_leaving_another_takes_over"),
+    ("for ever another", router, "lost < 2", "lost < 9", "a_request_that_two_replicas_were_lost_with_gets_no_third"),
+    ("lost is lost", router, "lost < 2", "lost < 1", "lost_before_the_first_byte_another_takes_over"),
+    ("its headers go out first", router,
+     'piece = await anext(pieces, b"")\n    headers', 'piece = b":\\n"\n    headers',
+     "lost_before_the_first_byte_another_takes_over"),
+    ("a stream just ends", router, "await send(dict(type=\"http.response.body\", body=event.encode(), more_body=True))",
+     "pass", "broken_in_the_middle_it_ends_with_an_error_and_nobody_else_is_asked"),
+    ("no connection counts as a loss", router, "(httpx2.ConnectError, httpx2.ConnectTimeout)",
+     "httpx2.UnsupportedProtocol", "no_connection_another_takes_over"),
+    ("no connection is no failure", router, "ConnectTimeout):\n                    self.pool.saw(replica, False)",
+     "ConnectTimeout):\n                    pass", "refused_connections_make_ill_without_a_check"),
+    ("pieces are collected", router, "pieces = upstream.aiter_raw()", "pieces = upstream.aiter_raw(2**20)",
+     "a_stream_passes_piece_by_piece"),
+    ("nobody looks whether the client is there", router, "asyncio.wait((relay, gone)", "asyncio.wait((relay,)",
+     "a_client_that_leaves_before_any_answer_does_so_too"),
+    ("the query is lost", router, '(b"?" + query if query else b"")', 'b""', "requests_and_answers_pass_unchanged"),
+    ("the path is decoded", router, 'request.scope.get("raw_path", request.url.path.encode())',
+     "request.url.path.encode()", "requests_and_answers_pass_unchanged"),
+    ("the router's own host", router, '"host",', "", "requests_and_answers_pass_unchanged"),
+    ("new requests while it leaves", router, "lost < 2 and not self.draining", "lost < 2",
+     "draining_all_refuses_what_is_new"),
+    ("any body", router, "if len(body) > self.max_body:", "if False:", "a_body_too_long_is_413"),
+    ("a body of exactly the limit", router, "len(body) > self.max_body", "len(body) >= self.max_body",
+     "a_body_too_long_is_413"),
+    ("health is always fine", router, "well = not self.draining and", "well = True or",
+     "nobody_there_is_503_with_retry_after"),
+    ("failures need not be in a row", pool, "(self.passed + 1, 0) if well", "(self.passed + 1, self.failed) if well",
+     "health_has_hysteresis"),
+    ("successes need not be in a row", pool, "else (0, self.failed + 1)", "else (self.passed, self.failed + 1)",
+     "health_has_hysteresis"),
+    ("one failure is enough", pool, "self.failed >= self.fall", "self.failed >= 1", "health_has_hysteresis"),
+    ("one success is enough", pool, "self.passed >= self.rise", "self.passed >= 1", "health_has_hysteresis"),
+    ("every answer is health", pool, "self.saw(replica, answer.status_code == 200)", "self.saw(replica, True)",
+     "the_ill_get_nothing_until_they_are_well"),
+    ("who was ill still knows everything", pool, "self.on_gone(replica.url)  #", "pass  #",
+     "a_prefix_stays_together_until_its_replica_is_ill"),
+    ("it only counts up", pool, "            replica.ongoing -= 1\n", "", "outstanding_is_exact_on_every_way_out"),
+    ("it counts down where all is well", pool,
+     "        try:\n            yield\n        finally:\n            replica.on",
+     "        yield\n        if True:\n            replica.on",
+     "a_client_that_leaves_its_stream_closes_it_behind_the_router"),
+    ("who leaves is still chosen", pool, "            replica.draining = True\n", "            pass\n",
+     "draining_one_finishes_what_it_has_and_takes_nothing_new"),
+    ("nobody waits for who leaves", pool, "while any(replica.ongoing", "while False and any(replica.ongoing",
+     "draining_one_finishes_what_it_has_and_takes_nothing_new"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what, original, right, wrong, who", WRONG, ids=[w[0] for w in WRONG])
+def test_wrong_routers_are_noticed(what, original, right, wrong, who, monkeypatch):
+    module, test = wrong_version(original, right, wrong), globals()[f"test_{who}"]
+    monkeypatch.setattr(fleet_world, "PATIENCE", 2.0)
+    monkeypatch.setattr("test_router.WAIT", 0.5)
+    if original is pool and who != "health_has_hysteresis":
+        monkeypatch.setattr(router, "Pool", module.Pool)
+        module = router
+    with pytest.raises((AssertionError, TimeoutError, httpx2.TransportError)):
+        for dies in (dies_at_once, dies_after_its_headers) if "lost_before" in who else [None]:
+            test(dies, module=module) if dies else test(module=module)
+
+
+# ---------------------------------------------------------------- a real client
 @in_loop
 async def test_the_openai_client_works_through_it():
     openai = pytest.importorskip("openai")

@@ -13,7 +13,7 @@ import re
 
 from minserve.cluster.policies import Replica
 
-SUMMED = ("running", "waiting", "max_running", "steps", "tokens_per_second", "finished", "failed")
+SUMMED = ("running", "waiting", "max_running", "steps", "tokens_per_second")
 SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?( .*)", re.DOTALL)
 
 
@@ -63,8 +63,9 @@ def own_metrics(replicas: list[Replica], served: dict[str, int], retries: int) -
 def stats(replicas: list[Replica], told: dict[str, dict]) -> dict:
     """`told`: what /stats says, of those that answered."""
     whole = {name: sum(t.get(name) or 0 for t in told.values()) for name in SUMMED}
-    pages = [t["pages"] for t in told.values() if "pages" in t]
-    whole["pages"] = {name: sum(p[name] for p in pages) for name in (pages[0] if pages else ())}
+    for group in ("pages", "requests"):
+        counts = [t[group] for t in told.values() if group in t]
+        whole[group] = {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
     whole["model"] = next((t["model"] for t in told.values() if "model" in t), None)
     whole["healthy"] = any(replica.available for replica in replicas)
     whole["ongoing"] = sum(replica.ongoing for replica in replicas)
