@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minserve.cluster.connector import KVConnector
+from minserve.cluster.connector import ROLES, KVConnector
 from minserve.cluster.file_connector import FileConnector
-from minserve.cluster.gloo_connector import CONSUMER, PRODUCER, GlooConnector
+from minserve.cluster.gloo_connector import GlooConnector
 from minserve.cluster.inbox import Inbox, InProcess
 from minserve.cluster.link import Link, Sender
 from minserve.cluster.transfer import Part, Shape, checked_key
@@ -346,10 +346,25 @@ def test_caches_and_models_that_cannot_be_handed_over(model, checkpoints):
     if None not in mistral.config.windows:
         with pytest.raises(ValueError, match="this model sees .* tokens back"):
             Engine(mistral, page_size=S, connector=InProcess.pair()[0])
-    with pytest.raises(ValueError, match="mode 'half', lease 3 s: use mode 'whole' or 'layer'"):
+    with pytest.raises(ValueError, match="mode 'half', lease 3 s, .* use mode 'whole' or 'layer'"):
         InProcess.pair(mode="half", lease=3)
     with pytest.raises(ValueError, match="lease 0 s"):
         InProcess.pair(lease=0)
+    with pytest.raises(ValueError, match="role 'kv_neither'"):
+        InProcess(Inbox(1.0), role="kv_neither")
+    with pytest.raises(ValueError, match="gloo is for two engines: role is 'kv_both'"):
+        GlooConnector("anywhere")
+
+
+def test_a_key_belongs_to_whoever_came_first(two):
+    its = two("layer")
+    (first,) = its.prefill.add(prompt_of(40), replace(GREEDY, max_tokens=1), key="a")
+    (second,) = its.prefill.add(prompt_of(30, seed=2), replace(GREEDY, max_tokens=1), key="a")
+    finish(its.prefill)
+    assert its.producer.request_finished(second.request) is None
+    assert its.producer.request_finished(first.request)["num_tokens"] == 40
+    kv = its.consumer.start_load_kv("a", prompt_of(40))
+    assert kv.wait()
 
 
 OTHERS = {
@@ -420,7 +435,9 @@ def part_of(key="a", number=0, **fields):
 def test_a_message_comes_back_as_it_was():
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
         x = torch.arange(24).view(2, 3, 4).to(dtype)
-        part = part_of(layer=2, shape={"layers": 3}, tensors=[[x, x.flip(0)], [x[:1].clone(), x.clone()]], prompt="é")
+        part = part_of(
+            layer=2, shape={"layers": 3}, tensors=[[x, x.flip(0)], [x[:1].clone(), x.clone()]], prompt="é"
+        )
         back = Part.from_bytes(part.to_bytes())
         assert replace(back, tensors=[]) == replace(part, tensors=[])
         assert all(
@@ -550,7 +567,7 @@ class Files:
 class Gloo(Files):
     def ends(self, **options):
         where = str(self.folder / "meet")
-        return [GlooConnector(where, rank, patience=60, **options) for rank in (PRODUCER, CONSUMER)]
+        return [GlooConnector(where, patience=60, role=role, **options) for role in ROLES[:2]]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -618,7 +635,7 @@ def test_an_idle_link_lives_and_one_whose_other_side_is_gone_is_broken(model, tm
 
 
 def test_nobody_to_meet(model, tmp_path, capfd):
-    alone = GlooConnector(str(tmp_path / "meet"), CONSUMER, patience=0.5, lease=20.0)
+    alone = GlooConnector(str(tmp_path / "meet"), patience=0.5, lease=20.0, role="kv_consumer")
     engine, start = Engine(model, connector=alone, **OPTIONS), time.monotonic()
     assert not alone.start_load_kv("a", prompt_of(9)).wait()
     assert time.monotonic() - start < 15 and alone.error is not None

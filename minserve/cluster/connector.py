@@ -43,6 +43,7 @@ from minserve.pages import pages_for
 from minserve.request import Request, Status
 
 MODES = ("whole", "layer")
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 @dataclass
@@ -65,13 +66,16 @@ class Sending:
 class KVConnector(ABC):
     """One end. A transport says how a message gets across: put, take, drop."""
 
-    def __init__(self, mode: str = "whole", link: Link | None = None, lease: float = 30.0):
+    def __init__(
+        self, mode: str = "whole", link: Link | None = None, lease: float = 30.0, role: str = "kv_both"
+    ):
         """`lease`: seconds without news after which nobody waits any longer, and what nobody fetched is deleted."""
-        if mode not in MODES or not lease > 0:
+        if mode not in MODES or not lease > 0 or role not in ROLES:
             raise ValueError(
-                f"mode {mode!r}, lease {lease} s: use mode {' or '.join(map(repr, MODES))}, lease > 0"
+                f"mode {mode!r}, lease {lease} s, role {role!r}: use mode {' or '.join(map(repr, MODES))}, a lease > 0 "
+                f"and role {', '.join(map(repr, ROLES))}"
             )
-        self.mode, self.link, self.lease = mode, link or Link(), lease
+        self.mode, self.link, self.lease, self.role = mode, link or Link(), lease, role
         self.shape: Shape | None = None  # known once attached
         self.sender: Sender | None = None  # started with the first message
         self._sending: dict[str, Sending] = {}
@@ -107,7 +111,7 @@ class KVConnector(ABC):
                 f"prompt is still computed: they could not be handed over.\n  Serve it with one engine."
             )
         self.shape, self.cache = Shape.of(engine), engine.cache
-        if self.mode == "layer":
+        if self.mode == "layer" and self.role != "kv_consumer":
             engine.cache.watch = self.save_kv_layer
 
     def save_kv_layer(self, layer: int, batch) -> None:
@@ -130,6 +134,8 @@ class KVConnector(ABC):
         """Copy the pages that this step writes, and those before them that have not left yet: they were cached."""
         with self._lock:
             sending = self._sending.setdefault(request.key, Sending(request))
+            if sending.request is not request:
+                return  # somebody else has that key
             if sending.step is not batch:  # also where a step failed, and runs once more
                 sending.step, sending.layers = batch, set()
             S, end = self.shape.page_size, min(request.computed + num_tokens, len(request.prompt))
@@ -186,9 +192,10 @@ class KVConnector(ABC):
         The token goes along, unless it ended the answer or its logprobs are wanted: then the other side draws it again.
         """
         with self._lock:
-            sending = self._sending.pop(request.key, None)
-            if sending is None:
+            sending = self._sending.get(request.key)
+            if sending is None or sending.request is not request:
                 return None
+            del self._sending[request.key]
             if not sending.complete:
                 self._send(sending, 0, 0, 0, [], "the request ended before its prompt was computed")
                 return None

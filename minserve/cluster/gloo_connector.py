@@ -27,15 +27,18 @@ from minserve.cluster.inbox import Inbox
 from minserve.cluster.transfer import Part
 
 PRODUCER, CONSUMER = 0, 1
+RANKS = {"kv_producer": PRODUCER, "kv_consumer": CONSUMER}
 GOODBYE = -1
 MOST_BYTES = 1 << 36  # of one message: more is a garbled size
 
 
 class GlooConnector(KVConnector):
-    def __init__(self, path: str, rank: int, patience: float = 120.0, **options):
+    def __init__(self, path: str, patience: float = 120.0, **options):
         """`path`: where both meet. `patience`: seconds to wait for the other there. Options: see KVConnector."""
         super().__init__(**options)
-        self.path, self.rank, self.patience = str(path), rank, patience
+        if self.role not in RANKS:
+            raise ValueError(f"gloo is for two engines: role is {self.role!r}, use {' or '.join(RANKS)}")
+        self.path, self.rank, self.patience = str(path), RANKS[self.role], patience
         self.inbox = Inbox(self.lease)
         self.error: Exception | None = None  # why the link is broken
         self._group, self._connected, self._closed = None, threading.Event(), threading.Event()

@@ -76,7 +76,7 @@ class InProcess(KVConnector):
     def pair(cls, **options) -> tuple["InProcess", "InProcess"]:
         """(the producer's, the consumer's). Options: see KVConnector."""
         inbox = Inbox(options.get("lease", 30.0))
-        return cls(inbox, **options), cls(inbox, **options)
+        return cls(inbox, role="kv_producer", **options), cls(inbox, role="kv_consumer", **options)
 
     def put(self, part: Part) -> None:
         self.inbox.put(Part.from_bytes(part.to_bytes()))  # as it would come out of a wire

@@ -133,6 +133,8 @@ class Arrival:
         """True when all of it is here. False: it never will be, or for a whole lease there was no news of it."""
         try:
             done = all(map(self.wait_for_layer_load, range(self.connector.shape.layers)))
+            if done:
+                self.check(self.connector.cache)
         except Exception as error:
             self.connector.say(f"keys and values of {self.key} are of no use: {error}")
             done = False
