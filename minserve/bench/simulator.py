@@ -30,7 +30,8 @@ from minserve.metrics import Timeline, percentile
 from minserve.pages import PagePool
 from minserve.request import SamplingParams
 from minserve.scheduler import Scheduler, WholePrompts
-from minserve.simulator import StepCosts, simulate
+from minserve.simulator.costs import StepCosts
+from minserve.simulator.engine import simulate
 from minserve.step_log import StepRecord
 
 LOADS = (0.3, 0.6, 0.85)  # of capacity
