@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from minserve.request import SamplingParams
+from minserve.request import MOST_LOGPROBS, SamplingParams
 
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # what a completion gets that does not say how much it wants
@@ -94,6 +94,7 @@ class Sampling(Body):
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
     cache_salt: str | None = None
+    kv_transfer_params: dict | None = None  # cluster/handover.py
 
     @property
     def limit(self) -> int | None:
@@ -162,7 +163,7 @@ class ChatBody(Sampling):
 
     messages: list[Message]
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def alternatives(self) -> int | None:

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from minserve.async_engine import NotServing, Stream
+from minserve.cluster.handover import elsewhere
 from minserve.metrics import OK, Exporter, Timeline
 from minserve.output import Output
 from minserve.prefill_decode import prompt_logprobs
@@ -96,7 +97,8 @@ class Front:
     ) -> Response:
         body = reply.body
         self.note(reply, prompts)
-        stream = await self.add(body, prompts, arrival)
+        moved = await self.elsewhere(request, body, prompts)
+        stream = await self.add(body, prompts, arrival, moved)
         headers = {"X-Request-Id": reply.head["id"]}
         if body.stream:
             return EventStream(self.events(reply, stream), stream, self.limits.stall_seconds, headers)
@@ -104,9 +106,24 @@ class Front:
             await unless_gone(request, stream.finish())
         for output in stream.outputs:
             check_ended(output, stream)
-        return JSONResponse(reply.whole(stream.outputs, stream.told), headers=headers)
+        whole = reply.whole(stream.outputs, stream.told)
+        if "key" in moved:
+            request = stream.outputs[0].request
+            whole["kv_transfer_params"] = self.engine.connector.request_finished(request)
+        return JSONResponse(whole, headers=headers)
 
-    async def add(self, body: Sampling, prompts: list[list[int]], arrival: float) -> Stream:
+    async def elsewhere(self, request: Request, body: Sampling, prompts: list[list[int]]) -> dict:
+        """What another server computed of this, or shall continue: a server of one half (cluster/handover.py)."""
+        given, connector = body.kv_transfer_params, self.engine.connector
+        if connector is None or not given or len(prompts) > 1 or body.only_echo:
+            return {}
+        params, vocab_size = self.fitted(body, prompts[0]), self.engine.model.config.vocab_size
+        try:
+            return await unless_gone(request, elsewhere(connector, given, prompts[0], params, vocab_size))
+        except ValueError as error:
+            raise Refused(400, str(error), "kv_transfer_params") from None
+
+    async def add(self, body: Sampling, prompts: list[list[int]], arrival: float, moved: dict) -> Stream:
         """All of a request's prompts in one stream, or none. Raises Refused."""
         params = [self.fitted(body, prompt) for prompt in prompts]
         stream = Stream(self.serving)
@@ -119,7 +136,7 @@ class Front:
         )
         try:
             for prompt, its in zip(prompts, params):
-                await self.serving.add(prompt, its, arrival=arrival, join=stream, **fields)
+                await self.serving.add(prompt, its, arrival=arrival, join=stream, **fields, **moved)
         except ValueError as error:
             self.serving.abort(stream)
             raise refused(error) from None
@@ -139,7 +156,8 @@ class Front:
                 chunks = reply.chunks(output, text, last and fine, stream.told[output.index])
                 if body.continuous_usage:
                     chunks = [chunk | {"usage": reply.usage(stream.outputs, stream.told)} for chunk in chunks]
-                yield b"".join(map(event, chunks))
+                if chunks:
+                    yield b"".join(map(event, chunks))
                 if not fine:
                     check_ended(output, stream)
             if body.include_usage:

@@ -16,131 +16,6 @@ from minserve.protocol import Sampling
 from minserve.text import Tokenizer
 
 
-class Reply:
-    """An answer of several choices. A choice's index is its output's place in the stream."""
-
-    kind: str
-    prefix: str
-
-    def __init__(self, body: Sampling, model: str, tokenizer: Tokenizer):
-        self.body, self.tokenizer = body, tokenizer
-        id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.head = dict(id=id, object=self.kind, created=int(time.time()), model=model)
-        self.begun: dict[int, Pieces] = {}  # by choice
-
-    def usage(self, outputs: list[Output], told: list[int]) -> dict:
-        """told: tokens of each output. A prompt is the first of its n outputs, and counts once."""
-        firsts = [output.request for output in outputs if output.request.leader is None]
-        prompt, completion = sum(len(r.prompt) for r in firsts), sum(told)
-        return dict(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details={"cached_tokens": sum(r.cached_tokens for r in firsts)},
-        )
-
-    def whole(self, outputs: list[Output], told: list[int]) -> dict:
-        choices = [self._whole(output) | {"finish_reason": output.finish_reason} for output in outputs]
-        return self.head | {"choices": choices, "usage": self.usage(outputs, told)}
-
-    def chunks(self, output: Output, text: str, last: bool, told: int) -> list[dict]:
-        """What is new of a choice: at its first news an opening, then text and logprobs, at its end a finish."""
-        choices = []
-        if (pieces := self.begun.get(output.index)) is None:
-            pieces = self.begun[output.index] = self._pieces(output)
-            choices += self._opening(output)
-        if told > pieces.told or text:
-            logprobs = output.logprobs[pieces.told : told]
-            choices.append(self._piece(text, pieces.add(output.tokens[pieces.told : told], logprobs)))
-            pieces.told = max(told, pieces.told)
-        ends = [None] * len(choices)
-        if last:
-            choices, ends = [*choices, self._piece("", None, closing=True)], [*ends, output.finish_reason]
-        return [
-            self.head | {"choices": [{"index": output.index} | choice | {"finish_reason": end}]}
-            for choice, end in zip(choices, ends)
-        ]
-
-    def last_usage(self, outputs: list[Output], told: list[int]) -> dict:
-        return self.head | {"choices": [], "usage": self.usage(outputs, told)}
-
-    def _pieces(self, output: Output) -> "Pieces":
-        return self.pieces(self.tokenizer, output.request.params.logprobs)
-
-    def _whole(self, output: Output) -> dict:
-        raise NotImplementedError
-
-    def _opening(self, output: Output) -> list[dict]:
-        raise NotImplementedError
-
-    def _piece(self, text: str, logprobs: dict | None, closing: bool = False) -> dict:
-        raise NotImplementedError
-
-
-class ChatReply(Reply):
-    kind, prefix = "chat.completion", "chatcmpl"
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pieces = ChatPieces
-        if self.body.stream:
-            self.head["object"] = "chat.completion.chunk"
-
-    def _whole(self, output):
-        logprobs = self._pieces(output).add(output.tokens, output.logprobs)
-        message = {"role": "assistant", "content": output.text}
-        return dict(index=output.index, message=message, logprobs=logprobs)
-
-    def _opening(self, output):
-        return [dict(delta={"role": "assistant", "content": ""}, logprobs=None)]
-
-    def _piece(self, text, logprobs, closing=False):
-        return dict(delta={} if closing else {"content": text}, logprobs=logprobs)
-
-
-class CompletionReply(Reply):
-    kind, prefix = "text_completion", "cmpl"
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pieces = CompletionPieces
-        self.echoed: list[Echo] = []  # of each prompt, where the client wants it back
-
-    def _echo(self, output: Output) -> "Echo | None":
-        return self.echoed[output.index // (self.body.n or 1)] if self.echoed else None
-
-    def _pieces(self, output):
-        pieces, echo = super()._pieces(output), self._echo(output)
-        if echo and echo.logprobs is None:
-            pieces.decoded = len(echo.text)
-        return pieces
-
-    def _whole(self, output):
-        pieces, echo = self._pieces(output), self._echo(output)
-        tokens, logprobs = output.tokens, output.logprobs
-        if echo and echo.logprobs is not None:
-            tokens, logprobs = [*echo.tokens, *tokens], [*echo.logprobs, *logprobs]
-        text = (echo.text if echo else "") + output.text
-        return dict(index=output.index, text=text, logprobs=pieces.add(tokens, logprobs))
-
-    def _opening(self, output):
-        if (echo := self._echo(output)) is None:
-            return []
-        pieces = self.begun[output.index]
-        logprobs = None if echo.logprobs is None else pieces.add(echo.tokens, echo.logprobs)
-        return [self._piece(echo.text, logprobs)]
-
-    def _piece(self, text, logprobs, closing=False):
-        return dict(text=text, logprobs=logprobs)
-
-
-class Echo:
-    """A prompt that is given back: its text, and with logprobs its tokens, the first of which has none."""
-
-    def __init__(self, text: str, tokens: list[int], logprobs: list | None = None):
-        self.text, self.tokens, self.logprobs = text, tokens, logprobs
-
-
 # ---------------------------------------------------------------- logprobs
 class Pieces:
     """The logprobs of one choice, as it grows."""
@@ -188,3 +63,123 @@ class CompletionPieces(Pieces):
             return its.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in its)
+
+
+# ---------------------------------------------------------------- answers
+class Echo:
+    """A prompt that is given back: its text, and with logprobs its tokens, the first of which has none."""
+
+    def __init__(self, text: str, tokens: list[int], logprobs: list | None = None):
+        self.text, self.tokens, self.logprobs = text, tokens, logprobs
+
+
+class Reply:
+    """An answer of several choices. A choice's index is its output's place in the stream.
+
+    What differs between the two interfaces: _whole(output) and _piece(text, logprobs) as they write a choice, whole or
+    in part, and _opening(output), what comes before its first token.
+    """
+
+    kind: str
+    prefix: str
+    pieces: type[Pieces]
+
+    def __init__(self, body: Sampling, model: str, tokenizer: Tokenizer):
+        self.body, self.tokenizer = body, tokenizer
+        id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.head = dict(id=id, object=self.kind, created=int(time.time()), model=model)
+        self.begun: dict[int, Pieces] = {}  # by choice
+
+    def usage(self, outputs: list[Output], told: list[int]) -> dict:
+        """told: tokens of each output. A prompt is the first of its n outputs, and counts once."""
+        firsts = [output.request for output in outputs if output.request.leader is None]
+        prompt, completion = sum(len(r.prompt) for r in firsts), sum(told)
+        return dict(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details={"cached_tokens": sum(r.cached_tokens for r in firsts)},
+        )
+
+    def whole(self, outputs: list[Output], told: list[int]) -> dict:
+        choices = [self._whole(output) | {"finish_reason": output.finish_reason} for output in outputs]
+        return self.head | {"choices": choices, "usage": self.usage(outputs, told)}
+
+    def chunks(self, output: Output, text: str, last: bool, told: int) -> list[dict]:
+        """What is new of a choice: at its first news an opening, then text and logprobs, at its end a finish."""
+        choices = []
+        if (pieces := self.begun.get(output.index)) is None:
+            pieces = self.begun[output.index] = self._pieces(output)
+            choices += self._opening(output)
+        if told > pieces.told or text:
+            logprobs = output.logprobs[pieces.told : told]
+            choices.append(self._piece(text, pieces.add(output.tokens[pieces.told : told], logprobs)))
+            pieces.told = max(told, pieces.told)
+        ends = [None] * len(choices)
+        if last:
+            choices, ends = [*choices, self._piece("", None, closing=True)], [*ends, output.finish_reason]
+        return [
+            self.head | {"choices": [{"index": output.index} | choice | {"finish_reason": end}]}
+            for choice, end in zip(choices, ends)
+        ]
+
+    def last_usage(self, outputs: list[Output], told: list[int]) -> dict:
+        return self.head | {"choices": [], "usage": self.usage(outputs, told)}
+
+    def _pieces(self, output: Output) -> Pieces:
+        return self.pieces(self.tokenizer, output.request.params.logprobs)
+
+
+class ChatReply(Reply):
+    kind, prefix, pieces = "chat.completion", "chatcmpl", ChatPieces
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        if self.body.stream:
+            self.head["object"] = "chat.completion.chunk"
+
+    def _whole(self, output):
+        logprobs = self._pieces(output).add(output.tokens, output.logprobs)
+        message = {"role": "assistant", "content": output.text}
+        return dict(index=output.index, message=message, logprobs=logprobs)
+
+    def _opening(self, output):
+        return [dict(delta={"role": "assistant", "content": ""}, logprobs=None)]
+
+    def _piece(self, text, logprobs, closing=False):
+        return dict(delta={} if closing else {"content": text}, logprobs=logprobs)
+
+
+class CompletionReply(Reply):
+    kind, prefix, pieces = "text_completion", "cmpl", CompletionPieces
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.echoed: list[Echo] = []  # of each prompt, where the client wants it back
+
+    def _echo(self, output: Output) -> Echo | None:
+        return self.echoed[output.index // (self.body.n or 1)] if self.echoed else None
+
+    def _pieces(self, output):
+        pieces, echo = super()._pieces(output), self._echo(output)
+        if echo and echo.logprobs is None:
+            pieces.decoded = len(echo.text)
+        return pieces
+
+    def _whole(self, output):
+        pieces, echo = self._pieces(output), self._echo(output)
+        tokens, logprobs = output.tokens, output.logprobs
+        if echo and echo.logprobs is not None:
+            tokens, logprobs = [*echo.tokens, *tokens], [*echo.logprobs, *logprobs]
+        text = (echo.text if echo else "") + output.text
+        return dict(index=output.index, text=text, logprobs=pieces.add(tokens, logprobs))
+
+    def _opening(self, output):
+        if (echo := self._echo(output)) is None:
+            return []
+        pieces = self.begun[output.index]
+        logprobs = None if echo.logprobs is None else pieces.add(echo.tokens, echo.logprobs)
+        return [self._piece(echo.text, logprobs)]
+
+    def _piece(self, text, logprobs, closing=False):
+        return dict(text=text, logprobs=logprobs)
