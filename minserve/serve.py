@@ -18,6 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from minserve.async_engine import BACKLOG, AsyncEngine
+from minserve.cluster.transports import add_connector_arguments, connector_of
 from minserve.drafters import NAMES
 from minserve.engine import Engine
 from minserve.fetch import FetchError, resolve
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument("--backlog", type=int, default=BACKLOG, help="events a reader may lag behind")
     add_engine_arguments(parser.add_argument_group("engine"))
+    add_connector_arguments(parser.add_argument_group("half of a server, see `minserve disaggregate`"))
 
 
 def add_engine_arguments(parser) -> None:
@@ -77,7 +79,8 @@ def add_engine_arguments(parser) -> None:
 def main(args) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        serving, tokenizer, name = build(args)
+        connector = connector_of(args)
+        serving, tokenizer, name = build(args, connector=connector)
         app = create_app(serving, tokenizer, args.served_model_name or name, limits=limits_of(args),
                          api_key=args.api_key, metrics_prefix=args.metrics_prefix, log_prompts=args.log_prompts,
                          origins=tuple(args.allowed_origins))  # fmt: skip
@@ -91,6 +94,8 @@ def main(args) -> int:
                             timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
     server = Server(config, serving, args.served_model_name or name, args.drain_seconds)
     server.run()
+    if connector:
+        connector.close()
     return 0 if server.started else 1
 
 
