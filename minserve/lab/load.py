@@ -250,5 +250,6 @@ def command_of(args) -> str:
         value = getattr(args, name)
         if value != default and name not in ("url", "api_key", "json", "figure"):
             value = Path(value).name if name in ("trace", "model") else value
+            value = f"{value:g}" if isinstance(value, float) else value
             words.append(f"--{name.replace('_', '-')} {value}")
     return " ".join(words)

@@ -9,6 +9,7 @@ Story    notebooks/13_serving_and_slos.ipynb
 
 import json
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from minserve.lab.generator import Shot
@@ -55,7 +56,7 @@ class Run:
         service = (
             f"{'service':<8}{cells}{len(self.services):>9,}   last token - sent: leaves the wait before out"
         )
-        lines.insert(8, service)
+        lines.insert(1 + max(i for i, line in enumerate(lines) if line.startswith("e2e")), service)
         return "\n".join([*lines, self._pace(numbers), *self._troubles()])
 
     def _pace(self, numbers: dict) -> str:
@@ -103,6 +104,7 @@ class Run:
     def report(self, command: str, slo: SLO | None = None) -> Report:
         """Rows for comparing runs: a latency each, of at most MOST_SAMPLES samples; rates against the offered one."""
         report, numbers = Report("load", command), self.summary(slo)
+        report.versions["httpx2"] = metadata.version("httpx2")
         good = [shot.timeline for shot in self.shots if shot.timeline.ok]
         latencies = {name: (text, [x for t in good for x in of(t)]) for name, (text, of) in LATENCIES.items()}
         latencies["service"] = "last token - sent", self.services

@@ -76,6 +76,16 @@ def lower_is_better(unit: str) -> bool:
     return unit.split("/")[0] == "s"
 
 
+HEAD = (
+    "name",
+    "command",
+    "where",
+    "versions",
+    "date",
+    "commit",
+)  # a file may hold more: load() leaves it there
+
+
 @dataclass
 class Report:
     name: str
@@ -95,7 +105,7 @@ class Report:
 
     def save(self, path: Path) -> None:
         """One row per line: the file diffs well and is still short."""
-        head = {key: getattr(self, key) for key in ("name", "command", "where", "versions", "date", "commit")}
+        head = {key: getattr(self, key) for key in HEAD}
         rows = ",\n  ".join(json.dumps(row.as_dict(), allow_nan=False) for row in self.rows)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,8 +115,8 @@ class Report:
     def load(cls, path: Path) -> "Report":
         data = json.loads(Path(path).read_text())
         keep = ("case", "unit", "samples", "bound", "target", "note")
-        rows = [Row(**{key: row[key] for key in keep if key in row}) for row in data.pop("rows")]
-        return cls(**data, rows=rows)
+        rows = [Row(**{key: row[key] for key in keep if key in row}) for row in data["rows"]]
+        return cls(**{key: data[key] for key in HEAD}, rows=rows)
 
     def table(self) -> str:
         """Bound, measured, ratio (target): what a command prints."""
