@@ -4,7 +4,7 @@
     Side                            an engine, and what comes to it at any rate
     Comparison                      the search for every seed, SLO and side, coarser where seconds run out; then rows
 
-Rates are powers of 1.15. One seed's requests are the same at every rate and for every side, only faster: sides differ
+Rates are powers of 1.2. One seed's requests are the same at every rate and for every side, only faster: sides differ
 by what they do, not by luck. A loose SLO's search begins where the strict one's ended, and a seed's where the last
 one's did. A run that has lost 30 % for certain is stopped: its share is then the most it could have been.
 Story    notebooks/13_serving_and_slos.ipynb
@@ -23,7 +23,7 @@ from minserve.engine import Engine
 from minserve.lab.report import Report, Row
 from minserve.metrics import Timeline, attainment
 
-ENOUGH, LOST, STEP = 0.90, 0.30, 1.15
+ENOUGH, LOST, STEP = 0.90, 0.30, 1.2
 SEEDS = (0, 1, 2)
 
 
@@ -76,16 +76,17 @@ class Found:
 
 
 def power(rate: float) -> int:
-    return math.floor(math.log(rate, STEP))
+    return math.floor(math.log(rate) / math.log(STEP))
 
 
 # ---------------------------------------------------------------- one side, served
 class Side:
     """An engine and what comes to it."""
 
-    def __init__(self, name: str, trace: Trace, engine: Engine, requests: int, seconds: float):
+    def __init__(self, name: str, trace: Trace, engine: Engine, requests: int, seconds: float, **timing):
+        """A run has at least so many requests and seconds; `timing`: clock and sleep, where time is imagined."""
         self.name, self.trace, self.engine, self.runs = name, trace, engine, 0
-        self.requests, self.seconds = requests, seconds
+        self.requests, self.seconds, self.timing = requests, seconds, timing
         self.serve(self.trace(1e3, 4, 0), 0)  # warm
         burst = [replace(a, time=0.0) for a in self.trace(1.0, requests, SEEDS[0])]
         served = self.serve(burst, 0)
@@ -97,7 +98,7 @@ class Side:
     def serve(self, arrivals: list, seed: int, **options) -> list[Timeline]:
         self.runs += 1  # each has its own salt: it finds no prefix of another's
         prompts = prompts_of(arrivals, self.engine.model.config.vocab_size, seed)
-        return drive(self.engine, arrivals, prompts, salt=b"run %d" % self.runs, **options)
+        return drive(self.engine, arrivals, prompts, salt=b"run %d" % self.runs, **self.timing, **options)
 
     def kept(self, promise: Promise, rate: float, seed: int) -> float:
         """Share of arrived requests in time; of a run that was stopped, the most it could have been."""
@@ -118,10 +119,10 @@ class Comparison:
     """Two sides, some SLOs. The first SLO is the strictest: what meets it meets the others."""
 
     def __init__(
-        self, case: str, sides: list[Side], promises: dict[str, Promise], guesses: dict | None = None
+        self, case: str, sides: list[Side], promises: dict[str, Promise], bounds: dict | None = None
     ):
-        """guesses: {(slo, side): a rate to begin with}; else half of what the side can serve."""
-        self.case, self.sides, self.promises, self.guesses = case, sides, promises, guesses or {}
+        """bounds: {(slo, side): the rate it can bear at best}, where more is known than what the side can serve."""
+        self.case, self.sides, self.promises, self.bounds = case, sides, promises, bounds or {}
         self.found: dict[tuple[str, str], dict[int, Found]] = defaultdict(dict)  # (slo, side): by seed
         self.shares: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
 
@@ -139,7 +140,7 @@ class Comparison:
     def one(self, options: Options, seed: int, slo: str, side: Side) -> None:
         key, low = (slo, side.name), power(side.capacity / 16)
         before = [its.good for its in self.found[key].values() if its.good is not None]
-        guess = before[-1] if before else power(self.guesses.get(key, side.capacity / 2))
+        guess = before[-1] if before else power(self.bounds.get(key, side.capacity) / 2)
         strictest = self.found[next(iter(self.promises)), side.name].get(seed)
 
         def passes(k: int) -> bool:
@@ -162,10 +163,9 @@ class Comparison:
                 rough = sum(not found.exact for found in its)
                 note = f"{promise}; {sum(map(len, shares.values()))} runs"
                 note += f"; {rough} of {len(its)} searches did not get to the end" if rough else ""
-                rates = self.rates(slo, side.name)
-                report.add(
-                    Row(f"{self.case}, {slo}: {side.name}", "requests/s", rates, side.capacity, note=note)
-                )
+                bound = self.bounds.get((slo, side.name), side.capacity)
+                case, rates = f"{self.case}, {slo}: {side.name}", self.rates(slo, side.name)
+                report.add(Row(case, "requests/s", rates, bound, note=note))
             ours, theirs = (self.found[slo, side.name] for side in self.sides)
             ratios = [ours[seed].rate / theirs[seed].at_most for seed in theirs if seed in ours]
             names = " / ".join(side.name for side in self.sides)

@@ -1,6 +1,6 @@
 """What `bench goodput` serves and promises: traces of several kinds, and SLOs in multiples of the machine's times.
 
-    mixed      chats, and every 16th request brings a long prompt
+    mixed      chats, and every 12th request brings a long prompt
     shared     chats behind one of a few long system prompts
     classes    chats of two priorities
 
@@ -24,7 +24,7 @@ from minserve.metrics import SLO, Timeline
 
 STRICT, LOOSE = (3.0, 3.0), (10.0, 10.0)  # (times the time to first token alone, times a decode step)
 MULTIPLES = {"strict": STRICT, "loose": LOOSE}
-EVERY = 16
+EVERY = 12
 SHARES = {0: 0.25, 1: 0.75}  # of the two priorities
 GROUPS = 4
 Trace = Callable[[float, int, int], list[Arrival]]  # rate, requests, seed
@@ -36,7 +36,7 @@ class Sizes:
 
     chat: tuple[int, int] = (32, 96)
     answer: tuple[int, int] = (24, 40)
-    long: int = 1536
+    long: int = 1024
     note: int = 8  # the answer to a long prompt
     system: int = 512
     question: tuple[int, int] = (16, 48)
@@ -49,7 +49,7 @@ QUICK = Sizes((4, 8), (3, 5), 96, 2, 64, (4, 8), (2, 4))
 
 # ---------------------------------------------------------------- who comes
 def chats_with(sizes: Sizes, first: int):
-    """Lengths for arrivals: request `first` is long, and then every 16th."""
+    """Lengths for arrivals: request `first` is long, and then every 12th."""
     chat, at = uniform(sizes.chat, sizes.answer), count()
 
     def lengths(rng: Random) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class Promise:
 def stalls(
     promise: Promise, alone: dict[int, float], step: float, share: float, missed: float = 0.1
 ) -> float:
-    """Requests/s at which whole prompts make `missed` of all late: a prediction from times measured alone.
+    """Requests/s at which whole prompts make `missed` of all late, queues aside: predicted from times measured alone.
 
     A long prompt stops everybody for W beyond what T1 allows. Who arrives in that time is late; so is who runs with
     fewer tokens than make up for it, each gaining T2 - step: together W (1 + step / (T2 - step)) of arrivals.

@@ -1,0 +1,222 @@
+"""Serving, drawn: what the batch size buys, which rate a promise bears, and what the tail of a latency looks like.
+
+    knob(ax, points, bound)         tokens per second against the time of a token; the batch size at each point
+    waits(ax, lines)                time to first token against the batch size: all at once, and at one rate
+    goodput_bars(ax, groups)        the highest rate at which enough is in time: medians, and a dot for each seed
+    attained(ax, lines, enough)     the share in time against the rate: what the search looked at
+    percentiles(ax, rows)           p50, p90, p99 of a latency, on one line for each side
+
+Each has a `..._finding` for its title, computed from the same numbers; `recorded_...` reads these from a report
+of `bench knob` or `bench goodput`.
+Story    notebooks/13_serving_and_slos.ipynb
+"""
+
+from statistics import median
+
+from minserve.lab.figures import BOUND, HATCHES, LINES, MEASURED, curves
+from minserve.lab.layout import INK, label_ends, log_axis, plain
+from minserve.lab.report import Report, quantity
+
+Points = dict[int, tuple[float, float]]  # by batch size: seconds of a token, tokens per second
+MARKS = {"p50": "o", "p90": "s", "p99": "^"}
+
+
+# ---------------------------------------------------------------- the knob
+def knob(ax, points: Points, bound: Points | None = None):
+    """Up is more work, right is slower for each reader; the grey line is the roofline's."""
+    if bound:
+        ax.plot(*zip(*bound.values()), color=BOUND, linestyle="--", linewidth=1.2)
+    ax.plot(*zip(*points.values()), color=MEASURED, marker="o", markersize=5, linewidth=1.6)
+    every = [*points.values(), *(bound or {}).values()]
+    times, rates = zip(*every)
+    log_axis(ax, "x", min(times) / 1.3, max(times) * 1.5, unit="s")
+    log_axis(ax, "y", min(rates) / 1.5, max(rates) * 1.6)
+    for batch, at in points.items():
+        note = ax.annotate(
+            str(batch), at, (6, -3), textcoords="offset points", fontsize=8, va="top", color=INK
+        )
+        note.set_bbox(dict(facecolor="white", edgecolor="none", pad=0.5))
+    ax.set_xlabel(
+        "time per output token, p50   (at each point: requests at once; grey: roofline)", fontsize=9
+    )
+    ax.set_ylabel("output tokens per second", fontsize=9)
+    ax.grid(color="#EEEEEE", zorder=0)
+    return plain(ax)
+
+
+def knob_finding(points: Points) -> str:
+    (few, (fast, low)), (many, (slow, high)) = min(points.items()), max(points.items())
+    return f"{many} at once instead of {few}: {high / low:.1f}x the tokens, each {slow / fast:.1f}x as slow"
+
+
+def recorded_knob(report: Report) -> tuple[Points, Points]:
+    """(measured, roofline)"""
+    measured: Points = {}
+    bound: Points = {}
+    for batch in _batches(report):
+        rate = report.row(f"batch {batch}, closed: output")
+        token = report.row(f"batch {batch}, closed: TPOT p50")
+        measured[batch], bound[batch] = (token.median, rate.median), (token.bound, rate.bound)
+    return measured, bound
+
+
+def waits(ax, lines: dict[str, dict[int, float]]):
+    """{load: {batch: seconds to the first token}}"""
+    drawn = [(name, list(its), list(its.values())) for name, its in lines.items()]
+    curves(ax, drawn, "requests at once", unit="s")
+    log_axis(ax, "x", min(drawn[0][1]) / 1.15, max(drawn[0][1]) * 1.15, base=2)
+    ax.set_ylabel("time to first token, p50", fontsize=9)
+    return ax
+
+
+def waits_finding(lines: dict[str, dict[int, float]]) -> str:
+    name, its = list(lines.items())[-1]
+    few, many = min(its), max(its)
+    least = min(its, key=its.get)
+    told = [quantity(its[batch], "s") for batch in (few, least)]
+    return f"{name}: a first token takes {told[0]} with {few} at once, {told[1]} with {least}" + (
+        f", {quantity(its[many], 's')} with {many}" if least != many else ""
+    )
+
+
+def recorded_waits(report: Report) -> dict[str, dict[int, float]]:
+    rate = report.row(f"batch {_batches(report)[0]}, open: TTFT p50").note
+    names = {"all there at once": "closed", rate: "open"}
+    return {
+        name: {batch: report.row(f"batch {batch}, {load}: TTFT p50").median for batch in _batches(report)}
+        for name, load in names.items()
+    }
+
+
+def _batches(report: Report) -> list[int]:
+    names = dict.fromkeys(row.case.split(", ")[0] for row in report.rows)
+    return sorted(int(name.removeprefix("batch ")) for name in names)
+
+
+# ---------------------------------------------------------------- goodput
+Groups = list[tuple[str, list[tuple[str, list[float]]]]]  # (trace and SLO, [(side, rate of each seed)])
+
+
+def goodput_bars(ax, groups: Groups):
+    """Bars from zero to the median; a dot for each seed, so that nobody takes luck for a gain."""
+    longest = max(x for _, sides in groups for _, its in sides for x in its) or 1
+    sides = list(dict.fromkeys(name for _, its in groups for name, _ in its))
+    looks = {name: (LINES[i % 4][0], HATCHES[i % 4]) for i, name in enumerate(sides)}
+    places, row = {}, 0
+    for about, its in groups:
+        ax.text(longest * 0.01, row, about, va="center", fontsize=9, fontweight="bold", color=INK)
+        for name, samples in its:
+            row += 1
+            (color, hatch), middle = looks[name], median(samples)
+            ax.barh(
+                row, middle, height=0.7, facecolor=color + "55", edgecolor=color, hatch=hatch, linewidth=1
+            )
+            ax.scatter(samples, [row] * len(samples), s=14, color=INK, zorder=3)
+            end = max(samples) + longest * 0.02
+            ax.text(end, row, f"{middle:.1f}", va="center", fontsize=8, color=INK)
+            places[row] = name
+        row += 1
+    ax.set_yticks(list(places), list(places.values()))
+    ax.set(xlim=(0, longest * 1.12), ylim=(row - 0.4, -0.7))
+    ax.set_xlabel("requests per second with 90 % in time   (bar: median; dots: seeds)", fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    return plain(ax)
+
+
+def goodput_finding(groups: Groups) -> str:
+    about, ((one, ours), (other, theirs)) = groups[0]
+    if not median(theirs):
+        return f"{about}: {one} bears {median(ours):.1f} requests per second, {other} none"
+    return f"{about}: {one} bears {median(ours) / median(theirs):.1f} times the rate of {other}"
+
+
+def recorded_goodput(report: Report) -> Groups:
+    """Of the traces that were searched; classes have one rate, and are in the table."""
+    groups: dict[str, list] = {}
+    for row in report.rows:
+        if row.unit == "requests/s" and not row.case.startswith("classes"):
+            case, side = row.case.rsplit(": ", 1)
+            groups.setdefault(case, []).append((side, row.samples))
+    return list(groups.items())
+
+
+# ---------------------------------------------------------------- the share in time
+def attained(ax, lines: dict[str, dict[float, list[float]]], enough: float):
+    """{side: {rate: share in time, of each seed}}. Below 70 % a run was stopped: it had at most so much."""
+    for (color, style, marker), its in zip(LINES, lines.values(), strict=False):
+        rates = sorted(its)
+        ax.plot(rates, [median(its[r]) for r in rates], color=color, linestyle=style, linewidth=1.6)
+        dots = [(rate, share) for rate in rates for share in its[rate]]
+        ax.scatter(*zip(*dots), color=color, marker=marker, s=22, facecolor="white", zorder=3)
+    every = [rate for its in lines.values() for rate in its]
+    log_axis(ax, "x", min(every) / 1.15, max(every) * 1.15)
+    ax.set_ylim(min(0.6, min(s for its in lines.values() for x in its.values() for s in x) - 0.03), 1.03)
+    ax.axhline(enough, color=BOUND, linewidth=0.8, linestyle=":")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    ax.set_xlabel("requests per second   (line: median of the seeds; dotted: what is promised)", fontsize=9)
+    ax.set_ylabel("of arrived requests, in time", fontsize=9)
+    ends = [(name, median(its[max(its)]), color) for (name, its), (color, *_) in zip(lines.items(), LINES)]
+    label_ends(ax, ends)
+    return plain(ax)
+
+
+def attained_finding(lines: dict[str, dict[float, list[float]]], enough: float) -> str:
+    last = {
+        name: max((rate for rate, shares in its.items() if median(shares) >= enough), default=None)
+        for name, its in lines.items()
+    }
+    told = [f"{name} to {rate:.3g}/s" if rate else f"{name} at no rate" for name, rate in last.items()]
+    return f"{enough:.0%} of requests are in time: {', '.join(told)}"
+
+
+def recorded_shares(report: Report, trace: str, slo: str) -> dict[str, dict[float, list[float]]]:
+    lines: dict[str, dict[float, list[float]]] = {}
+    for row in report.rows:
+        case, _, rate = row.case.partition(": in time at ")
+        if rate and case.startswith(f"{trace}, ") and case.split(", ")[-2] == slo:
+            lines.setdefault(case.split(", ")[-1], {})[float(rate.split()[0])] = row.samples
+    return lines
+
+
+# ---------------------------------------------------------------- tails
+def percentiles(ax, rows: dict[tuple[str, str], dict[str, float]]):
+    """{(latency, side): {"p50": seconds, "p90": ..., "p99": ...}}: what half, a tenth and a hundredth wait for."""
+    sides = list(dict.fromkeys(side for _, side in rows))
+    looks = {side: LINES[i % 4][0] for i, side in enumerate(sides)}
+    for y, ((_, side), its) in enumerate(rows.items()):
+        color = looks[side]
+        ax.plot([min(its.values()), max(its.values())], [y, y], color=color, linewidth=1.4, zorder=1)
+        for name, seconds in its.items():
+            ax.scatter(seconds, y, marker=MARKS[name], s=34, color=color, zorder=2)
+        last = max(its, key=its.get)
+        ax.annotate(quantity(its[last], "s"), (its[last], y), (7, 0), textcoords="offset points", fontsize=8,
+                    va="center", color=INK)  # fmt: skip
+    values = [x for its in rows.values() for x in its.values()]
+    log_axis(ax, "x", min(values) / 1.3, max(values) * 2, unit="s")
+    ax.set_yticks(range(len(rows)), [f"{latency}, {side}" for latency, side in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel("log scale   (circle: p50; square: p90; triangle: p99)", fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x", color="#EEEEEE", zorder=0)
+    return plain(ax)
+
+
+def percentiles_finding(rows: dict[tuple[str, str], dict[str, float]], about: str) -> str:
+    """Of the last latency: how far apart its sides' tails are."""
+    latency = list(rows)[-1][0]
+    tails = {side: its["p99"] for (name, side), its in rows.items() if name == latency}
+    low, high = min(tails, key=tails.get), max(tails, key=tails.get)
+    return f"{about}: p99 of {latency} is {tails[high] / tails[low]:.1f} times as long {high} as {low}"
+
+
+def recorded_percentiles(report: Report, trace: str) -> tuple[str, dict[tuple[str, str], dict[str, float]]]:
+    """(which requests, at what rate; medians of the seeds by latency and side)"""
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    about = ""
+    for row in report.rows:
+        case, _, what = row.case.rpartition(": ")
+        latency, _, percent = what.partition(" ")
+        if row.unit == "s" and percent in MARKS and case.startswith(f"{trace}, "):
+            *_, about, side = case.split(", ")
+            rows.setdefault((latency, side), {})[percent] = row.median
+    return about[:1].upper() + about[1:], dict(sorted(rows.items(), key=lambda its: its[0][0] == "ITL"))
