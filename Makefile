@@ -3,7 +3,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: run test lab serve quick gpu bench notebooks figures clean help
+.PHONY: run test lab serve ray quick gpu bench notebooks figures clean help
 
-run test lab serve quick gpu bench notebooks figures clean help:
+run test lab serve ray quick gpu bench notebooks figures clean help:
 	@$(PYTHON) tasks.py $@ $(ARGS)

@@ -130,6 +130,13 @@ def serve(*args):
     module("serve", *args)
 
 
+def ray():
+    """the same server as replicas of Ray Serve, started and tested on this machine; installs Ray into .venv first"""
+    setup()
+    check(py("-m", "pip", "--disable-pip-version-check", "install", "-q", "-e", ".[ray]"))
+    check(pytest("tests/test_ray.py", "-q", "--durations=3"))
+
+
 def bench():
     """every benchmark this machine can run, JSON under figures/data/"""
     setup()
@@ -384,6 +391,7 @@ TASKS = {
     "test": test,
     "lab": lab,
     "serve": serve,
+    "ray": ray,
     "quick": quick,
     "gpu": gpu,
     "bench": bench,
