@@ -56,6 +56,14 @@ class EventStream(StreamingResponse):
             log.info(
                 "%s: cut off, for nothing was read for %s s", self.headers["X-Request-Id"], self.patience
             )
+            await cut(receive)
+
+
+async def cut(receive) -> None:
+    """Drop a connection with what was not read of it. ASGI has no word for that: what answers there must be asked."""
+    if transport := getattr(getattr(receive, "__self__", None), "transport", None):
+        transport.abort()
+        await asyncio.sleep(0)
 
 
 async def first_of(*work) -> list[asyncio.Task]:
