@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-SECONDS = 60  # after which a test gives up waiting
+SECONDS = 12  # after which a test gives up waiting
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello there"}], "temperature": 0, "ignore_eos": True}
 
@@ -152,11 +152,11 @@ def streamed(events: Iterator[str]) -> tuple[dict[int, str], dict[int, str], lis
     return texts, ends, chunks
 
 
-def until(condition, what: str, seconds: float = SECONDS) -> None:
+def until(condition, what: str) -> None:
     """Wait for something that another thread does."""
-    late = time.monotonic() + seconds
+    late = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < late, f"waited {seconds} s in vain: {what}"
+        assert time.monotonic() < late, f"waited {SECONDS} s in vain: {what}"
         time.sleep(0.002)
 
 
