@@ -1,7 +1,7 @@
 """Goodput: the highest rate of requests at which at least 90 % of those that arrive get every token in time.
 
     mixed      chunked against whole prompts, where a long prompt now and then stops everybody
-    shared     the prefix index on and off, where prompts begin alike
+    shared     the prefix index on and off, where prompts begin with one of a few that everybody sends
     classes    two priorities against one queue, at 1.5 times the rate that can be served: what the urgent gain, and
                what it costs the others
 
@@ -129,16 +129,14 @@ def latencies(bench: Bench, case: str, sides: list[Side], rate: float) -> None:
         values = defaultdict(list)
         for seed in SEEDS:
             chats = [
-                t
-                for t in side.serve(side.arrivals(rate, seed), seed)
-                if t.prompt_tokens <= bench.sizes.chat[1]
+                t for t in side.serve(side.arrivals(rate, seed)) if t.prompt_tokens <= bench.sizes.chat[1]
             ]
             for name, its in (
                 ("TTFT", [t.ttft for t in chats]),
                 ("ITL", [gap for t in chats for gap in t.itl]),
             ):
-                for q in (50, 90, 99):
-                    values[f"{name} p{q}"].append(percentile(its, q))
+                for q in (50, 90, 99, 100):
+                    values[f"{name} {'max' if q == 100 else f'p{q}'}"].append(percentile(its, q))
         for name, samples in values.items():
             bench.report.add(
                 Row(f"{case}, chats at {rate:.3g} requests/s, {side.name}: {name}", "s", samples)
@@ -171,7 +169,7 @@ def overload(bench: Bench) -> None:
         seconds = len(arrivals) / rate
         alike = [replace(a, priority=0) for a in arrivals]
         for policy, its in (("two priorities", arrivals), ("one queue", alike)):
-            timelines = side.serve(its, seed)
+            timelines = side.serve(its)
             for who, priority in (("urgent", 0), ("others", 1)):
                 own = [t for t, a in zip(timelines, arrivals) if a.priority == priority]
                 came[who].append(len(own) / seconds)
@@ -188,7 +186,7 @@ def draw(report: Report, path: Path) -> None:
 
     groups = serving_figures.recorded_goodput(report)
     bars = sum(len(sides) for _, sides in groups) + len(groups)
-    ax = serving_figures.goodput_bars(figures.axes(6.6, 0.8 + 0.26 * bars), groups)
+    ax = serving_figures.goodputs(figures.axes(6.6, 0.8 + 0.26 * bars), groups)
     figures.save(ax, path, serving_figures.goodput_finding(groups), report.where)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
+from minserve.arrivals import Arrival
 from minserve.bench.common import Options
 from minserve.bench.goodput_work import Promise, Trace
 from minserve.bench.served import doomed, drive, prompts_of
@@ -87,18 +88,21 @@ class Side:
         """A run has at least so many requests and seconds; `timing`: clock and sleep, where time is imagined."""
         self.name, self.trace, self.engine, self.runs = name, trace, engine, 0
         self.requests, self.seconds, self.timing = requests, seconds, timing
-        self.serve(self.trace(1e3, 4, 0), 0)  # warm
-        burst = [replace(a, time=0.0) for a in self.trace(1.0, requests, SEEDS[0])]
-        served = self.serve(burst, 0)
-        self.capacity = len(burst) / (max(t.finished for t in served) - served[0].arrival)
+        self.capacity = self.at_once(requests)  # warms up
+        self.capacity = self.at_once(len(self.arrivals(self.capacity, SEEDS[0])))
 
-    def arrivals(self, rate: float, seed: int) -> list:
+    def at_once(self, requests: int) -> float:
+        """Requests per second, when so many are all there."""
+        its = self.serve([replace(a, time=0.0) for a in self.trace(1.0, requests, SEEDS[0])])
+        return requests / (max(t.finished for t in its) - its[0].arrival)
+
+    def arrivals(self, rate: float, seed: int) -> list[Arrival]:
         return self.trace(rate, max(self.requests, math.ceil(rate * self.seconds)), seed)
 
-    def serve(self, arrivals: list, seed: int, **options) -> list[Timeline]:
-        self.runs += 1  # each has its own salt: it finds no prefix of another's
-        prompts = prompts_of(arrivals, self.engine.model.config.vocab_size, seed)
-        return drive(self.engine, arrivals, prompts, salt=b"run %d" % self.runs, **self.timing, **options)
+    def serve(self, arrivals: list[Arrival], **options) -> list[Timeline]:
+        self.runs += 1
+        prompts = prompts_of(arrivals, self.engine.model.config.vocab_size, self.runs)
+        return drive(self.engine, arrivals, prompts, **self.timing, **options)
 
     def kept(self, promise: Promise, rate: float, seed: int) -> float:
         """Share of arrived requests in time; of a run that was stopped, the most it could have been."""
@@ -109,7 +113,7 @@ class Side:
             lost = doomed(timelines, promise, now)
             return lost > LOST * len(timelines)
 
-        timelines = self.serve(self.arrivals(rate, seed), seed, give_up=hopeless)
+        timelines = self.serve(self.arrivals(rate, seed), give_up=hopeless)
         stopped = any(t.finished is None for t in timelines)
         return 1 - lost / len(timelines) if stopped else attainment(timelines, promise)
 
@@ -124,7 +128,9 @@ class Comparison:
         """bounds: {(slo, side): the rate it can bear at best}, where more is known than what the side can serve."""
         self.case, self.sides, self.promises, self.bounds = case, sides, promises, bounds or {}
         self.found: dict[tuple[str, str], dict[int, Found]] = defaultdict(dict)  # (slo, side): by seed
-        self.shares: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.shares: dict[tuple[str, str], dict[int, dict[int, float]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
 
     def search(self, options: Options) -> "Comparison":
         tasks = {
@@ -145,7 +151,7 @@ class Comparison:
 
         def passes(k: int) -> bool:
             share = side.kept(self.promises[slo], STEP**k, seed)
-            self.shares[key][k].append(share)
+            self.shares[key][k][seed] = share
             return share >= ENOUGH
 
         known = strictest.good if strictest else None
@@ -173,4 +179,5 @@ class Comparison:
             for side in self.sides:
                 for k, its in sorted(self.shares[slo, side.name].items()):
                     case = f"{self.case}, {slo}, {side.name}: in time at {STEP**k:.3g} requests/s"
-                    report.add(Row(case, "share", its))
+                    note = "seeds " + " ".join(map(str, its))
+                    report.add(Row(case, "share", list(its.values()), note=note))

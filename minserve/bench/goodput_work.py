@@ -1,7 +1,7 @@
 """What `bench goodput` serves and promises: traces of several kinds, and SLOs in multiples of the machine's times.
 
     mixed      chats, and every 12th request brings a long prompt
-    shared     chats behind one of a few long system prompts
+    shared     chats behind one of a few system prompts, which have been seen before
     classes    chats of two priorities
 
 An SLO says: token n is there by arrival + T1 + n T2. T1 is a multiple of the time to first token of such a prompt
@@ -38,7 +38,7 @@ class Sizes:
     answer: tuple[int, int] = (24, 40)
     long: int = 1024
     note: int = 8  # the answer to a long prompt
-    system: int = 512
+    system: int = 256
     question: tuple[int, int] = (16, 48)
     reply: tuple[int, int] = (8, 16)
 

@@ -45,7 +45,7 @@ def run(options: Options) -> Report:
         for seed in range(3):
             coming = poisson(rate, min(count, COMING) / rate, fixed(PROMPT, ANSWER), seed)
             for server in servers.values():
-                server.open(coming, seed)
+                server.open(coming)
     report.where += f", {label(options.model)} in {options.dtype_name}"
     for batch, server in servers.items():
         server.add_rows(report, rates[str(batch)], rate, around.machine)
@@ -63,22 +63,22 @@ class Server:
         self.waits: dict[str, list[float]] = defaultdict(list)
         self.logs: list[list] = []
         self.tokens = 0  # of the closed set
-        self.serve([Arrival(0.0, PROMPT, 3)] * batch, 0)  # warm
+        self.serve([Arrival(0.0, PROMPT, 3)] * batch)  # warm
 
-    def serve(self, arrivals: list[Arrival], seed: int) -> list[Timeline]:
+    def serve(self, arrivals: list[Arrival]) -> list[Timeline]:
         self.engine.log.clear()
-        return drive(self.engine, arrivals, prompts_of(arrivals, self.model.config.vocab_size, seed))
+        return drive(self.engine, arrivals, prompts_of(arrivals, self.model.config.vocab_size))
 
     def closed(self, work: list[Arrival]) -> float:
         """Output tokens per second."""
-        timelines = self.serve(work, 0)
+        timelines = self.serve(work)
         self.logs.append(list(self.engine.log))
         self.note("closed", timelines)
         self.tokens = sum(len(t.tokens) for t in timelines)
         return self.tokens / (max(t.finished for t in timelines) - timelines[0].arrival)
 
-    def open(self, coming: list[Arrival], seed: int) -> None:
-        self.note("open", self.serve(coming, seed))
+    def open(self, coming: list[Arrival]) -> None:
+        self.note("open", self.serve(coming))
 
     def note(self, load: str, timelines: list[Timeline]) -> None:
         for name in ("ttft", "tpot"):

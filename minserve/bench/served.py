@@ -25,12 +25,14 @@ from minserve.request import SamplingParams
 from minserve.scheduler import QueueFull
 
 
-def prompts_of(arrivals: Sequence[Arrival], vocab: int, seed: int = 0) -> list[list[int]]:
+def prompts_of(arrivals: Sequence[Arrival], vocab: int, run: int = 0) -> list[list[int]]:
+    """Group prefixes are the same in every run, as system prompts are; what follows them is never seen twice."""
+
     def ids(name: str, n: int) -> list[int]:
-        return random.Random(f"{seed} {name}").choices(range(vocab), k=n)
+        return random.Random(name).choices(range(vocab), k=n)
 
     return [
-        ids(f"group {a.prefix}", a.prefix_tokens) + ids(f"request {i}", a.prompt_tokens - a.prefix_tokens)
+        ids(f"group {a.prefix}", a.prefix_tokens) + ids(f"run {run} {i}", a.prompt_tokens - a.prefix_tokens)
         for i, a in enumerate(arrivals)
     ]
 
@@ -40,12 +42,11 @@ def drive(
     arrivals: Sequence[Arrival],
     prompts: Sequence[list[int]],
     *,
-    salt: bytes = b"",
     give_up: Callable[[list[Timeline], float], bool] = lambda timelines, now: False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Timeline]:
-    """give_up(timelines, now) is asked after each step; `salt` keeps one run's prefixes from the next."""
+    """give_up(timelines, now) is asked after each step; the times it returns are those of `clock`."""
     begin = clock()
     timelines = [
         Timeline(begin + a.time, prompt_tokens=a.prompt_tokens, priority=a.priority) for a in arrivals
@@ -58,7 +59,7 @@ def drive(
             arrival, prompt, timeline = coming.popleft()
             params = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
             try:
-                (output,) = engine.add(prompt, params, priority=arrival.priority, salt=salt)
+                (output,) = engine.add(prompt, params, priority=arrival.priority)
             except QueueFull:
                 timeline.ended(clock(), "refused")
             else:

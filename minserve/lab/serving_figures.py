@@ -2,9 +2,9 @@
 
     knob(ax, points, bound)         tokens per second against the time of a token; the batch size at each point
     waits(ax, lines)                time to first token against the batch size: all at once, and at one rate
-    goodput_bars(ax, groups)        the highest rate at which enough is in time: medians, and a dot for each seed
+    goodputs(ax, groups)            the highest rate at which enough is in time, of each seed
     attained(ax, lines, enough)     the share in time against the rate: what the search looked at
-    percentiles(ax, rows)           p50, p90, p99 of a latency, on one line for each side
+    percentiles(ax, rows)           p50, p90, p99 and the longest of a latency, on one line for each side
 
 Each has a `..._finding` for its title, computed from the same numbers; `recorded_...` reads these from a report
 of `bench knob` or `bench goodput`.
@@ -13,12 +13,12 @@ Story    notebooks/13_serving_and_slos.ipynb
 
 from statistics import median
 
-from minserve.lab.figures import BOUND, HATCHES, LINES, MEASURED, curves
+from minserve.lab.figures import BOUND, LINES, MEASURED, curves
 from minserve.lab.layout import INK, label_ends, log_axis, plain
 from minserve.lab.report import Report, quantity
 
 Points = dict[int, tuple[float, float]]  # by batch size: seconds of a token, tokens per second
-MARKS = {"p50": "o", "p90": "s", "p99": "^"}
+MARKS = {"p50": "o", "p90": "s", "p99": "^", "max": "D"}
 
 
 # ---------------------------------------------------------------- the knob
@@ -97,29 +97,34 @@ def _batches(report: Report) -> list[int]:
 Groups = list[tuple[str, list[tuple[str, list[float]]]]]  # (trace and SLO, [(side, rate of each seed)])
 
 
-def goodput_bars(ax, groups: Groups):
-    """Bars from zero to the median; a dot for each seed, so that nobody takes luck for a gain."""
-    longest = max(x for _, sides in groups for _, its in sides for x in its) or 1
+def goodputs(ax, groups: Groups):
+    """A dot at the median, a tick for each seed, so that nobody takes luck for a gain. (Bars mean nothing on a log axis.)"""
     sides = list(dict.fromkeys(name for _, its in groups for name, _ in its))
-    looks = {name: (LINES[i % 4][0], HATCHES[i % 4]) for i, name in enumerate(sides)}
+    looks = {name: LINES[i % 4] for i, name in enumerate(sides)}
+    every = [x for _, its in groups for _, samples in its for x in samples if x]
+    log_axis(ax, "x", min(every) / 1.4, max(every) * 1.8)
     places, row = {}, 0
     for about, its in groups:
-        ax.text(longest * 0.01, row, about, va="center", fontsize=9, fontweight="bold", color=INK)
+        ax.text(0.01, row, about, va="center", fontsize=9, fontweight="bold", color=INK,
+                transform=ax.get_yaxis_transform())  # fmt: skip
         for name, samples in its:
             row += 1
-            (color, hatch), middle = looks[name], median(samples)
-            ax.barh(
-                row, middle, height=0.7, facecolor=color + "55", edgecolor=color, hatch=hatch, linewidth=1
-            )
-            ax.scatter(samples, [row] * len(samples), s=14, color=INK, zorder=3)
-            end = max(samples) + longest * 0.02
-            ax.text(end, row, f"{middle:.1f}", va="center", fontsize=8, color=INK)
+            (color, _, marker), middle, seen = looks[name], median(samples), [x for x in samples if x]
+            ax.plot(seen, [row] * len(seen), color=color, marker="|", markersize=11, linewidth=1.2)
+            if middle:
+                ax.scatter(middle, row, marker=marker, s=44, color=color, zorder=3)
+            text = f"{middle:.1f}" if middle else "none"
+            ax.annotate(text, (max(seen, default=min(every)), row), (9, 0), textcoords="offset points", fontsize=8,
+                        va="center", color=INK)  # fmt: skip
             places[row] = name
         row += 1
     ax.set_yticks(list(places), list(places.values()))
-    ax.set(xlim=(0, longest * 1.12), ylim=(row - 0.4, -0.7))
-    ax.set_xlabel("requests per second with 90 % in time   (bar: median; dots: seeds)", fontsize=9)
+    ax.set_ylim(row - 0.4, -0.7)
+    ax.set_xlabel(
+        "requests per second with 90 % in time, log scale   (dot: median; ticks: seeds)", fontsize=9
+    )
     ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x", color="#EEEEEE", zorder=0)
     return plain(ax)
 
 
@@ -141,46 +146,53 @@ def recorded_goodput(report: Report) -> Groups:
 
 
 # ---------------------------------------------------------------- the share in time
-def attained(ax, lines: dict[str, dict[float, list[float]]], enough: float):
-    """{side: {rate: share in time, of each seed}}. Below 70 % a run was stopped: it had at most so much."""
-    for (color, style, marker), its in zip(LINES, lines.values(), strict=False):
-        rates = sorted(its)
-        ax.plot(rates, [median(its[r]) for r in rates], color=color, linestyle=style, linewidth=1.6)
-        dots = [(rate, share) for rate in rates for share in its[rate]]
-        ax.scatter(*zip(*dots), color=color, marker=marker, s=22, facecolor="white", zorder=3)
-    every = [rate for its in lines.values() for rate in its]
-    log_axis(ax, "x", min(every) / 1.15, max(every) * 1.15)
-    ax.set_ylim(min(0.6, min(s for its in lines.values() for x in its.values() for s in x) - 0.03), 1.03)
+Lines = dict[str, dict[int, dict[float, float]]]  # by side and seed: {rate: share in time}
+
+
+def attained(ax, lines: Lines, enough: float):
+    """A line for each seed. A run that had lost 30 % was stopped: its share is at most the one drawn."""
+    for (color, style, marker), seeds in zip(LINES, lines.values(), strict=False):
+        for its in seeds.values():
+            points = sorted(its.items())
+            ax.plot(*zip(*points), color=color, linestyle=style, marker=marker, markersize=4, linewidth=1)
+    every = [point for seeds in lines.values() for its in seeds.values() for point in its.items()]
+    rates, shares = zip(*every)
+    log_axis(ax, "x", min(rates) / 1.15, max(rates) * 1.15)
+    ax.set_ylim(min(0.6, min(shares) - 0.03), 1.03)
     ax.axhline(enough, color=BOUND, linewidth=0.8, linestyle=":")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.set_xlabel("requests per second   (line: median of the seeds; dotted: what is promised)", fontsize=9)
+    ax.set_xlabel("requests per second   (one line per seed; dotted: what is promised)", fontsize=9)
     ax.set_ylabel("of arrived requests, in time", fontsize=9)
-    ends = [(name, median(its[max(its)]), color) for (name, its), (color, *_) in zip(lines.items(), LINES)]
+    ends = [
+        (name, median(its[max(its)] for its in seeds.values()), color)
+        for (name, seeds), (color, *_) in zip(lines.items(), LINES)
+    ]
     label_ends(ax, ends)
     return plain(ax)
 
 
-def attained_finding(lines: dict[str, dict[float, list[float]]], enough: float) -> str:
-    last = {
-        name: max((rate for rate, shares in its.items() if median(shares) >= enough), default=None)
-        for name, its in lines.items()
-    }
-    told = [f"{name} to {rate:.3g}/s" if rate else f"{name} at no rate" for name, rate in last.items()]
+def attained_finding(lines: Lines, enough: float) -> str:
+    told = []
+    for name, seeds in lines.items():
+        last = [max((r for r, share in its.items() if share >= enough), default=0) for its in seeds.values()]
+        told.append(f"{name} to {median(last):.3g} a second" if median(last) else f"{name} at no rate")
     return f"{enough:.0%} of requests are in time: {', '.join(told)}"
 
 
-def recorded_shares(report: Report, trace: str, slo: str) -> dict[str, dict[float, list[float]]]:
-    lines: dict[str, dict[float, list[float]]] = {}
+def recorded_shares(report: Report, trace: str, slo: str) -> Lines:
+    lines: Lines = {}
     for row in report.rows:
         case, _, rate = row.case.partition(": in time at ")
         if rate and case.startswith(f"{trace}, ") and case.split(", ")[-2] == slo:
-            lines.setdefault(case.split(", ")[-1], {})[float(rate.split()[0])] = row.samples
+            side = lines.setdefault(case.split(", ")[-1], {})
+            for seed, share in zip(row.note.removeprefix("seeds ").split(), row.samples, strict=True):
+                side.setdefault(int(seed), {})[float(rate.split()[0])] = share
     return lines
 
 
 # ---------------------------------------------------------------- tails
 def percentiles(ax, rows: dict[tuple[str, str], dict[str, float]]):
-    """{(latency, side): {"p50": seconds, "p90": ..., "p99": ...}}: what half, a tenth and a hundredth wait for."""
+    """{(latency, side): {"p50": seconds, "p90": ..., "p99": ...}}: what half, a tenth, a hundredth and one wait for."""
     sides = list(dict.fromkeys(side for _, side in rows))
     looks = {side: LINES[i % 4][0] for i, side in enumerate(sides)}
     for y, ((_, side), its) in enumerate(rows.items()):
@@ -195,7 +207,7 @@ def percentiles(ax, rows: dict[tuple[str, str], dict[str, float]]):
     log_axis(ax, "x", min(values) / 1.3, max(values) * 2, unit="s")
     ax.set_yticks(range(len(rows)), [f"{latency}, {side}" for latency, side in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.set_xlabel("log scale   (circle: p50; square: p90; triangle: p99)", fontsize=9)
+    ax.set_xlabel("log scale   (circle: p50; square: p90; triangle: p99; diamond: the longest)", fontsize=9)
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="x", color="#EEEEEE", zorder=0)
     return plain(ax)
@@ -204,9 +216,9 @@ def percentiles(ax, rows: dict[tuple[str, str], dict[str, float]]):
 def percentiles_finding(rows: dict[tuple[str, str], dict[str, float]], about: str) -> str:
     """Of the last latency: how far apart its sides' tails are."""
     latency = list(rows)[-1][0]
-    tails = {side: its["p99"] for (name, side), its in rows.items() if name == latency}
+    tails = {side: its["max"] for (name, side), its in rows.items() if name == latency}
     low, high = min(tails, key=tails.get), max(tails, key=tails.get)
-    return f"{about}: p99 of {latency} is {tails[high] / tails[low]:.1f} times as long {high} as {low}"
+    return f"{about}: the longest {latency} is {tails[high] / tails[low]:.1f} times as long {high} as {low}"
 
 
 def recorded_percentiles(report: Report, trace: str) -> tuple[str, dict[tuple[str, str], dict[str, float]]]:
