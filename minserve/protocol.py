@@ -17,7 +17,8 @@ Conventions, where servers differ
     finish_reason            "stop" or "length"; an answer that ended otherwise is an error, also in a stream
     usage                    a prompt counts once, however many answers it gets; the end token is not counted
 Beyond the API, as vLLM has them: top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids priority
-cache_salt add_special_tokens; and timeout, in seconds. `tools`, `suffix`, `best_of` are not known here, hence ignored.
+cache_salt add_special_tokens structured_outputs; and timeout, in seconds. `tools`, `suffix`, `best_of` are not known
+here, hence ignored.
 Story    notebooks/13_serving_and_slos.ipynb
 """
 
@@ -94,6 +95,8 @@ class Sampling(Body):
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
     cache_salt: str | None = None
+    response_format: dict | None = None  # structured.py, this and the next
+    structured_outputs: dict | None = None
     kv_transfer_params: dict | None = None  # cluster/handover.py
 
     @property

@@ -33,6 +33,7 @@ from minserve.scheduler import QueueFull
 from minserve.server.live import Live
 from minserve.server.replies import ChatReply, CompletionReply, Echo, Reply
 from minserve.server.wire import EventStream, event, received, unless_gone
+from minserve.structured import Constraint, Grammars, grammar_of
 
 PAGE = Path(__file__).parents[1] / "assets" / "page.html"
 CONTEXT = "context_length_exceeded"
@@ -45,6 +46,7 @@ class Front:
     def __init__(self, serving, tokenizer, model_name, limits, api_key, metrics_prefix, log_prompts):
         self.serving, self.engine, self.tokenizer = serving, serving.engine, tokenizer
         self.name, self.limits, self.api_key, self.log_prompts = model_name, limits, api_key, log_prompts
+        self.grammars = Grammars(tokenizer)
         self.room = min(self.engine.room, limits.max_model_len or self.engine.room)
         self.created = int(time.time())
         self.exporter, self.live = Exporter(model_name, metrics_prefix), Live()
@@ -134,6 +136,9 @@ class Front:
         fields = dict(
             priority=body.priority or 0, salt=(body.cache_salt or "").encode(), timeout=body.timeout
         )
+        if body.response_format or body.structured_outputs:
+            field = "response_format" if body.response_format else "structured_outputs"
+            fields["constraint"] = await self.off_loop(self.constraint, body, field=field)
         try:
             for prompt, its in zip(prompts, params):
                 await self.serving.add(prompt, its, arrival=arrival, join=stream, **fields, **moved)
@@ -147,6 +152,11 @@ class Front:
             status = 429 if isinstance(error, QueueFull) else 503
             raise Refused(status, str(error), Retry_After=str(self.live.patience)) from None
         return stream
+
+    def constraint(self, body: Sampling) -> Constraint | None:
+        """What form the answer must have. Raises ValueError."""
+        grammar = grammar_of(body.response_format, body.structured_outputs)
+        return self.grammars(grammar) if grammar else None
 
     async def events(self, reply: Reply, stream: Stream) -> AsyncIterator[bytes]:
         body = reply.body
