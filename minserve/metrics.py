@@ -134,7 +134,7 @@ class SLO:
     per_token: float
 
     def met(self, timeline: Timeline) -> bool:
-        """It ended well, and token n (0, 1, ...) was known by arrival + ttft + n * per_token.
+        """It ended well, with a token, and token n (0, 1, ...) was known by arrival + ttft + n * per_token.
 
         A deadline for each token: tokens that come early are a buffer for a later gap, as they are for a reader, and
         no average can hide a stall.

@@ -189,6 +189,8 @@ def test_a_stream_that_breaks_off_is_a_failure():
     assert timeline.reason == "error" and "before a finish_reason" in why
     timeline, why = read((1.0, chunk("a", finish="stop")))
     assert timeline.reason == "error" and "include_usage" in why
+    timeline, why = read((1.0, chunk(made=0, finish="stop")))
+    assert timeline.ok and not why and timeline.tpot is timeline.ttft is None
     timeline, why = read((1.0, chunk("a", made=1, finish="tool_calls")))
     assert timeline.reason == "stop" and not why
     timeline, why = read((1.0, chunk("a", made=1, finish="timeout")))
@@ -413,6 +415,14 @@ def test_a_report_is_relative_to_the_start_of_the_run():
     assert closed.zero == 51.0
 
 
+def test_failures_that_differ_in_numbers_only_are_one():
+    shots = [shot_at(0, 0, reason="error") for _ in range(5)]
+    for shot, why in zip(shots, ["1,185 tokens is 3.5 too many", "7 tokens is 2 too many", "no", "no", "no"]):
+        shot.why = why
+    text = load_report.Run(shots, "m", 1.0).text().split("\n")
+    assert text[-2:] == ["failed    3 x no", "failed    2 x such as 1,185 tokens is 3.5 too many"]
+
+
 def test_samples_are_thinned_evenly():
     many = load_report.thinned([float(i) for i in range(10_000)])
     assert len(many) == load_report.MOST_SAMPLES and (many[0], many[-1]) == (0.0, 9999.0)
@@ -476,7 +486,7 @@ WRONG = [  # (module, what is wrong, the right text, the wrong one)
     (client, "cached tokens are lost", 'details.get("cached_tokens") or 0', "0"),
     (client, "the last chunk has no reason", 'get("finish_reason") or self.reason', 'get("finish_reason")'),
     (client, "a broken stream is fine", "        if self.reason is None:\n", "        if False:\n"),
-    (client, "no tokens are fine", "elif not self.timeline.tokens:", "elif False:"),
+    (client, "no tokens are fine", "elif not self.counts:", "elif False:"),
     (client, "an unknown reason is none", 'else "stop"  #', "else self.reason  #"),
     (client, "all at the last time", "times[round(i * last / (tokens - 1))]", "times[-1]"),
 ]  # fmt: skip

@@ -13,8 +13,9 @@ from statistics import median
 from minserve.bench.common import Options, chosen, label, load, on_gpu, random_prompt
 from minserve.bench.workload import PAGE
 from minserve.engine import LLM
-from minserve.lab.measure import in_turn, percentile
+from minserve.lab.measure import in_turn
 from minserve.lab.report import Report, Row
+from minserve.metrics import percentile
 from minserve.request import SamplingParams
 from minserve.scheduler import Scheduler, WholePrompts
 

@@ -36,7 +36,11 @@ class Answer:
     """What the chunks of one stream say of a completion's times."""
 
     def __init__(self, timeline: Timeline):
-        self.timeline, self.reason = timeline, None
+        self.timeline, self.reason, self.counts = (
+            timeline,
+            None,
+            False,
+        )  # counts: the server says how many tokens
         self.uncounted: list[float] = []  # when text came whose tokens no usage has counted yet
 
     def take(self, now: float, chunk: dict) -> None:
@@ -46,6 +50,7 @@ class Answer:
             timeline.told(now, 0, text)
             self.uncounted.append(now)
         if usage := chunk.get("usage"):
+            self.counts = True
             new = (usage.get("completion_tokens") or 0) - len(timeline.tokens)
             for at in spread(self.uncounted or [now], new):
                 timeline.told(at, 1, "")
@@ -60,7 +65,7 @@ class Answer:
         why = ""
         if self.reason is None:
             why = "the stream ended before a finish_reason"
-        elif not self.timeline.tokens:
+        elif not self.counts:
             why = "no usage in the stream, so nobody knows its tokens: the server ignores stream_options.include_usage"
         known = self.reason if self.reason in REASONS else "stop"  # such as "tool_calls"
         self.timeline.ended(now, "error" if why else known)

@@ -7,12 +7,13 @@
 
 The schedule is fixed before the run, by the seed: who comes when, with how many tokens in and out. Prompts are words
 drawn at random, as many as make the tokens asked for; how many tokens a word has is asked of the server first. The
-numbers of tokens reported are the server's own.
+numbers of tokens reported are the server's own. A second run with the same seed asks the same prompts, which a prefix
+cache may still hold: change --seed, or start the server anew.
 
 Offered and achieved    offered: requests / length of the schedule; achieved: those that ended well / seconds until the
                         last one had. Far apart, the server is overloaded, and the tail is as long as the run
-Lag                     how late requests were sent, although they had a socket to wait for: where it is not small, this
-                        generator is the bottleneck, or --sockets
+Lag                     how late requests were sent. Where that is not small, --sockets is reached, or this generator
+                        has too little of a processor; it is in every latency all the same
 Story                   notebooks/13_serving_and_slos.ipynb
 """
 

@@ -49,7 +49,7 @@ def title(requests: Sequence[dict]) -> str:
 
 
 def bars(ax, requests: Sequence[dict]):
-    """Dotted: it had no socket. Thin: no text yet. Thick: from the first text to the last token. x: it failed."""
+    """Dotted: due, and not sent yet. Thin: no text yet. Thick: from the first text to the last token. x: it failed."""
     wide = max(0.8, min(6.0, 240 / len(requests)))  # points
     line = dict(capstyle="butt", zorder=2)
     for y, r in enumerate(requests):
@@ -61,7 +61,7 @@ def bars(ax, requests: Sequence[dict]):
         if r["reason"] not in OK:
             ax.plot(r["ended"], y, marker="x", color=FAILED, markersize=5, zorder=3)
     looks = [
-        ("no socket", WAIT, ":", 1.5),
+        ("due, not sent yet", WAIT, ":", 1.5),
         ("no text yet", PREFILL, "-", 1.5),
         ("tokens come", DECODE, "-", 4),
     ]

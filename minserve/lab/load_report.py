@@ -8,6 +8,7 @@ Story    notebooks/13_serving_and_slos.ipynb
 """
 
 import json
+import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -76,12 +77,13 @@ class Run:
         return max(count for _, count in in_flight(self.requests()))
 
     def _troubles(self) -> list[str]:
-        counts: dict[str, int] = {}
+        """The three most frequent failures; those that differ in their numbers only are one."""
+        kinds: dict[str, list[str]] = {}
         for shot in self.shots:
             if shot.why:
-                counts[shot.why] = counts.get(shot.why, 0) + 1
-        worst = sorted(counts.items(), key=lambda item: -item[1])[:3]
-        return [f"failed    {count:,} x {why}" for why, count in worst]
+                kinds.setdefault(re.sub(r"\d[\d,.]*", "#", shot.why), []).append(shot.why)
+        worst = sorted(kinds.values(), key=len, reverse=True)[:3]
+        return [f"failed    {len(its):,} x {'such as ' * (len(set(its)) > 1)}{its[0]}" for its in worst]
 
     def requests(self) -> list[dict]:
         """Each request as it was, in the order it was due, to a tenth of a millisecond."""

@@ -15,13 +15,14 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from minserve.kernels import INTERPRETED
+from minserve.metrics import percentile
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,6 @@ class Timing:
         low, high = self.middle_half
         ms = f"{self.median * 1e3:9.3f} ms   middle half {low * 1e3:.3f} to {high * 1e3:.3f} ms"
         return f"{self.name:<28} {ms}   n={len(self.seconds)}"
-
-
-def percentile(samples: Iterable[float], percent: float) -> float:
-    """The value below which `percent` of the samples lie, interpolated between the two nearest."""
-    ordered = sorted(samples)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def where_am_i() -> str:
