@@ -209,9 +209,10 @@ class AsyncEngine:
     def _check_serving(self) -> None:
         if self.draining and not self._closed:
             raise NotServing("the engine is shutting down: it finishes what it has, and takes nothing new")
-        if self._closed or self._loop is None:
-            why = f"it has failed ({self.error})" if self.error else "it was closed"
-            raise NotServing(f"the engine is not running: {why}, or `async with` was not entered")
+        if not self.healthy:
+            why = "`async with` was not entered" if self._loop is None else "it was closed"
+            why = f"it has failed: {self.error!r}" if self.error else why
+            raise NotServing(f"the engine is not running: {why}")
 
     # ------------------------------------------------------------ the loop
     def _do(self, operation: Callable, done: asyncio.Future | None = None) -> None:

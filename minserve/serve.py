@@ -87,9 +87,8 @@ def main(args) -> int:
     except (ValueError, FetchError, FileNotFoundError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
-    if args.host not in LOOPBACK and not args.api_key:
-        print(f"serve: {args.host} lets other machines in, and there is no --api-key: anybody who reaches port "
-              f"{args.port} can use this model", file=sys.stderr)  # fmt: skip
+    if warning := exposed(args.host, args.api_key):
+        print(f"serve: {warning}", file=sys.stderr)
     config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning", access_log=False,
                             timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
     server = Server(config, serving, args.served_model_name or name, args.drain_seconds)
@@ -113,6 +112,13 @@ def build(args, **options) -> tuple[AsyncEngine, Tokenizer, str]:
         prefix_caching=not args.no_prefix_caching, **chosen, **options,
     )  # fmt: skip
     return AsyncEngine(engine, backlog=args.backlog), tokenizer, Path(folder).name
+
+
+def exposed(host: str, api_key: str | None) -> str | None:
+    """What the operator should know who lets other machines in."""
+    if host in LOOPBACK or api_key:
+        return None
+    return f"{host} lets other machines in, and there is no --api-key: whoever reaches the port can use this model"
 
 
 def limits_of(args) -> Limits:

@@ -106,7 +106,14 @@ def serve_in_thread(
             return asyncio.run_coroutine_threadsafe(coroutine, server.loop).result(PATIENCE)
 
         yield SimpleNamespace(
-            url=f"http://127.0.0.1:{port}", port=port, engine=engine, serving=serving, app=app, call=call, server=server
+            url=f"http://127.0.0.1:{port}",
+            port=port,
+            engine=engine,
+            serving=serving,
+            app=app,
+            call=call,
+            loop=server.loop,
+            server=server,
         )
     finally:
         server.should_exit = True
