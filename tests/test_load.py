@@ -415,6 +415,17 @@ def test_a_report_is_relative_to_the_start_of_the_run():
     assert closed.zero == 51.0
 
 
+def test_priorities_are_told_apart():
+    shots = [shot_at(0, 0, 1, 2), shot_at(0, 0, 3, 4), shot_at(1, 1, reason="refused")]
+    assert "priority" not in load_report.Run(shots, "m", 1.0).text()
+    shots[1].timeline.priority = shots[2].timeline.priority = 5
+    lines = load_report.Run(shots, "m", 1.0).text(metrics.SLO(1.0, 1.0)).split("\n")
+    assert [line for line in lines if line.startswith("priority")] == [
+        "priority  0: 1 requests; TTFT p50 1,000.0 ms, p99 1,000.0 ms; 100.0% of arrived met the SLO",
+        "priority  5: 2 requests; TTFT p50 3,000.0 ms, p99 3,000.0 ms; 0.0% of arrived met the SLO",
+    ]
+
+
 def test_failures_that_differ_in_numbers_only_are_one():
     shots = [shot_at(0, 0, reason="error") for _ in range(5)]
     for shot, why in zip(shots, ["1,185 tokens is 3.5 too many", "7 tokens is 2 too many", "no", "no", "no"]):

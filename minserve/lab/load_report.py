@@ -16,7 +16,7 @@ from pathlib import Path
 from minserve.lab.generator import Shot
 from minserve.lab.load_figures import in_flight
 from minserve.lab.report import Report, Row
-from minserve.metrics import LATENCIES, SLO, percentile, summary, table
+from minserve.metrics import LATENCIES, SLO, attainment, percentile, summary, table
 
 MOST_SAMPLES = 500  # of one latency in a report
 
@@ -58,7 +58,22 @@ class Run:
             f"{'service':<8}{cells}{len(self.services):>9,}   last token - sent: leaves the wait before out"
         )
         lines.insert(1 + max(i for i, line in enumerate(lines) if line.startswith("e2e")), service)
-        return "\n".join([*lines, self._pace(numbers), *self._troubles()])
+        return "\n".join([*lines, *self._classes(slo), self._pace(numbers), *self._troubles()])
+
+    def _classes(self, slo: SLO | None) -> list[str]:
+        """A line for each priority, where there are several."""
+        priorities = sorted({shot.timeline.priority for shot in self.shots})
+        lines = []
+        for priority in priorities if len(priorities) > 1 else ():
+            its = [shot.timeline for shot in self.shots if shot.timeline.priority == priority]
+            waits = [t.ttft for t in its if t.ok and t.ttft is not None]
+            said = [
+                f"{q} {percentile(waits, n) * 1e3:,.1f} ms" for q, n in (("p50", 50), ("p99", 99)) if waits
+            ]
+            share = [f"{attainment(its, slo):.1%} of arrived met the SLO"] if slo else []
+            ttft = [f"TTFT {', '.join(said)}"] if said else []
+            lines.append("; ".join([f"priority  {priority}: {len(its):,} requests", *ttft, *share]))
+        return lines
 
     def _pace(self, numbers: dict) -> str:
         achieved = numbers["requests_per_second"] or 0.0
