@@ -57,6 +57,8 @@ def is_divisible(asked) -> bool:
     """Can a prefill server begin it? One prompt, one answer; whatever else, the decode server sees to it."""
     if not isinstance(asked, dict) or (asked.get("n") or 1) != 1 or asked.get("echo"):
         return False
+    if not all(_is_count(asked.get(name, 1)) for name in ("max_tokens", "max_completion_tokens")):
+        return False
     prompt = asked.get("prompt")
     return "messages" in asked or (bool(prompt) and (isinstance(prompt, str) or type(prompt[0]) is int))
 
@@ -65,9 +67,13 @@ def first_half(asked: dict, key: str) -> dict:
     """What the prefill server is asked: the same, but for one token, and not as a stream."""
     dropped = ("stream", "stream_options", "max_completion_tokens")
     kept = {name: value for name, value in asked.items() if name not in dropped}
-    if asked.get("min_tokens"):
+    if asked.get("min_tokens") and _is_count(asked["min_tokens"]):
         kept["min_tokens"] = 1  # one is all there is, and it must not be an end
     return kept | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": key}}
+
+
+def _is_count(x) -> bool:
+    return x is None or (type(x) is int and x > 0)
 
 
 def second_half(asked: dict, answer) -> dict:

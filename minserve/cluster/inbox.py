@@ -20,11 +20,13 @@ class Inbox:
         self._boxes: dict[str, dict[int, Part]] = {}
         self._news: dict[str, float] = {}  # when each key was last heard of
         self._dropped: dict[str, float] = {}  # since when nobody wants it
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock may be taken twice
 
     def put(self, part: Part) -> None:
         with self._changed:
             self._expire()
+            if part.failed:
+                return self.drop(part.key)
             if part.key not in self._dropped:
                 self._boxes.setdefault(part.key, {})[part.number] = part
                 self._news[part.key] = self.clock()
