@@ -65,6 +65,17 @@ class AutoscalingConfig:
             raise ValueError(f"hysteresis is {self.hysteresis}: it is a share, 0 <= hysteresis < 1")
 
 
+@dataclass(frozen=True)
+class Round:
+    """What one round saw and decided."""
+
+    time: float
+    ongoing: int
+    running: int
+    starting: int
+    target: int
+
+
 class Autoscaler:
     def __init__(self, config: AutoscalingConfig):
         self.config = config

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from random import Random
 
-from minserve.cluster.autoscaler import Autoscaler, AutoscalingConfig
+from minserve.cluster.autoscaler import Autoscaler, AutoscalingConfig, Round
 
 Load = Callable[[float], float]  # time in seconds to requests/s
 
@@ -48,21 +48,10 @@ class Bursts:
 
 
 @dataclass
-class Round:
-    """What one round of the autoscaler saw and decided."""
-
-    time: float
-    ongoing: int
-    running: int
-    starting: int
-    target: int
-    need: int
-
-
-@dataclass
 class Replay:
     interval: float
     rounds: list[Round] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)  # at each round
     waited: list[float] = field(default_factory=list)
 
     @property
@@ -77,11 +66,13 @@ class Replay:
 
     @property
     def over(self) -> float:
-        return self.interval * sum(max(0, r.running + r.starting - r.need) for r in self.rounds)
+        return self.interval * sum(
+            max(0, r.running + r.starting - need) for r, need in zip(self.rounds, self.needs)
+        )
 
     @property
     def under(self) -> float:
-        return self.interval * sum(r.running < r.need for r in self.rounds)
+        return self.interval * sum(r.running < need for r, need in zip(self.rounds, self.needs))
 
 
 @dataclass
@@ -142,8 +133,8 @@ def _decide(fleet, queue, run, now, decide, cold_start, rate, service, config) -
     ongoing = len(queue) + sum(len(r.busy) for r in fleet)
     target = decide(now, ongoing, running, len(staying) - running)
     need = ceil(rate * service / config.target_ongoing_requests)
-    need = min(max(need, config.min_replicas), config.max_replicas)
-    run.rounds.append(Round(now, ongoing, running, len(staying) - running, target, need))
+    run.needs.append(min(max(need, config.min_replicas), config.max_replicas))
+    run.rounds.append(Round(now, ongoing, running, len(staying) - running, target))
     fleet += [_Replica(now + cold_start) for _ in range(target - len(staying))]
     # who leaves: those not ready yet, the newest first; then the least busy
     staying.sort(key=lambda r: (-r.ready if r.ready > now else 0.0, len(r.busy)))
