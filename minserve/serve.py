@@ -130,7 +130,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, config, serving: AsyncEngine, name: str, drain_seconds: float):
         super().__init__(config)
-        self.serving, self.name, self.drain_seconds, self.draining = serving, name, drain_seconds, None
+        self.serving, self.name, self.drain_seconds = serving, name, drain_seconds
+        self.loop = self.draining = None
 
     async def startup(self, sockets=None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -141,6 +142,9 @@ class Server(uvicorn.Server):
             print(f"minserve: serving {self.name} at http://{host}:{port}", flush=True)
 
     def handle_exit(self, sig, frame) -> None:
+        if self.loop is None:  # not even started
+            self.should_exit = True
+            return
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self.loop.call_soon_threadsafe(self.leave)
 

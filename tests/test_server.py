@@ -25,7 +25,7 @@ from minserve.prefill_decode import generate, prompt_logprobs
 from minserve.request import SamplingParams
 from minserve.scheduler import QueueFull
 from minserve.serve import exposed
-from minserve.server import front, wire
+from minserve.server import front, live, wire
 from minserve.server.wire import Limits
 from minserve.text import Tokenizer
 from minserve.weights import load
@@ -647,10 +647,10 @@ WRONG = [
      test_several_prompts_are_let_in_together_or_not_at_all),
     (front, "if self.api_key and not hmac.compare_digest(", "if False and not hmac.compare_digest(",
      test_a_key_is_asked_for_where_there_is_one),
-    (front, "self.serving.healthy and not self.serving.draining", "self.serving.healthy",
+    (live, "self.serving.healthy and not self.serving.draining", "self.serving.healthy",
      test_draining_lets_nobody_in_and_finishes_what_it_has),
     (front, "if self.log_prompts:", "if True:", partial(test_what_people_say_stays_out_of_the_log, log_prompts=False)),
-    (front, "self.live.end]", "]", test_metrics_and_stats_count_what_happened),
+    (live, "        self.live.end(timeline)\n", "", test_metrics_and_stats_count_what_happened),
     (front, 'salt=(body.cache_salt or "").encode()', 'salt=b""',
      test_equal_prompts_of_different_salts_share_nothing),
     (front, "priority=body.priority or 0", "priority=0", test_priority_and_timeout_reach_the_request),
@@ -673,7 +673,7 @@ WRONG = [
 @pytest.mark.parametrize("module, right, wrong, test", WRONG, ids=[w[1][:40] for w in WRONG])
 def test_wrong_servers_are_noticed(module, right, wrong, test, folder, caplog, monkeypatch):
     made = wrong_version(module, right, wrong)
-    for name in ("Front", "EventStream", "unless_gone", "received", "event"):
+    for name in ("Front", "Views", "EventStream", "unless_gone", "received", "event"):
         for place in (server, front):
             if hasattr(made, name) and hasattr(place, name):
                 monkeypatch.setattr(place, name, getattr(made, name))

@@ -25,15 +25,17 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from minserve.async_engine import AsyncEngine
+from minserve.async_engine import AsyncEngine, NotServing
 from minserve.protocol import Refused
 from minserve.server.front import Front, internal
+from minserve.server.live import Views
 from minserve.server.wire import Limits
 from minserve.text import Tokenizer
 
 GUARDED = ("/v1", "/tokenize", "/detokenize")
 TOLD = {  # exceptions as clients hear of them
     Refused: lambda _, e: JSONResponse(e.body, e.status, e.headers),
+    NotServing: lambda _, e: JSONResponse(Refused(503, str(e)).body, 503, {"Retry-After": "1"}),
     HTTPException: lambda _, e: JSONResponse(Refused(e.status_code, e.detail).body, e.status_code, e.headers),
     ClientDisconnect: lambda _, e: Response(status_code=499),  # nobody is there to read it
     Exception: lambda _, e: JSONResponse(internal(e).body, 500),
@@ -52,7 +54,8 @@ def create_app(
     log_prompts: bool = False,
 ) -> FastAPI:
     """The application. It starts the engine's loop and ends it; app.state.front holds its parts."""
-    front = Front(serving, tokenizer, model_name, limits or Limits(), api_key, metrics_prefix, log_prompts)
+    views = Views(serving, model_name, metrics_prefix)
+    front = Front(views, tokenizer, limits or Limits(), api_key, log_prompts)
 
     @asynccontextmanager
     async def lifespan(app):
@@ -69,12 +72,12 @@ def create_app(
         "GET /v1/models/{name:path}": front.model,
         "POST /tokenize": front.tokenize,
         "POST /detokenize": front.detokenize,
-        "GET /health": front.health,
-        "GET /version": front.version,
-        "GET /metrics": front.metrics,
-        "GET /stats": front.stats,
-        "GET /load": front.load,
-        "GET /": front.page,
+        "GET /health": views.health,
+        "GET /version": views.version,
+        "GET /metrics": views.metrics,
+        "GET /stats": views.stats,
+        "GET /load": views.load,
+        "GET /": views.page,
     }
     for route, handler in routes.items():
         method, path = route.split()

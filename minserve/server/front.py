@@ -1,4 +1,4 @@
-"""The routes: a request's way from its body to its answer, and what the operator sees of it."""
+"""The routes that answer: a request's way from its body to what the client reads."""
 
 import asyncio
 import hmac
@@ -6,15 +6,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
 
 from fastapi import Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 
 from minserve.async_engine import NotServing, Stream
 from minserve.cluster.handover import elsewhere
-from minserve.metrics import OK, Exporter, Timeline
+from minserve.metrics import OK
 from minserve.output import Output
 from minserve.prefill_decode import prompt_logprobs
 from minserve.protocol import (
@@ -30,12 +28,12 @@ from minserve.protocol import (
 )
 from minserve.request import SamplingParams
 from minserve.scheduler import QueueFull
-from minserve.server.live import Live
+from minserve.server.live import Views
 from minserve.server.replies import ChatReply, CompletionReply, Echo, Reply
-from minserve.server.wire import EventStream, event, received, unless_gone
+from minserve.server.wire import EventStream, Limits, event, received, unless_gone
 from minserve.structured import Constraint, Grammars, grammar_of
+from minserve.text import Tokenizer
 
-PAGE = Path(__file__).parents[1] / "assets" / "page.html"
 CONTEXT = "context_length_exceeded"
 log = logging.getLogger("minserve.server")
 
@@ -43,15 +41,14 @@ log = logging.getLogger("minserve.server")
 class Front:
     """The routes, and what they share."""
 
-    def __init__(self, serving, tokenizer, model_name, limits, api_key, metrics_prefix, log_prompts):
-        self.serving, self.engine, self.tokenizer = serving, serving.engine, tokenizer
-        self.name, self.limits, self.api_key, self.log_prompts = model_name, limits, api_key, log_prompts
+    def __init__(
+        self, views: Views, tokenizer: Tokenizer, limits: Limits, api_key: str | None, log_prompts: bool
+    ):
+        self.views, self.serving, self.engine, self.tokenizer = views, views.serving, views.engine, tokenizer
+        self.name, self.limits, self.api_key, self.log_prompts = views.name, limits, api_key, log_prompts
         self.grammars = Grammars(tokenizer)
         self.room = min(self.engine.room, limits.max_model_len or self.engine.room)
         self.created = int(time.time())
-        self.exporter, self.live = Exporter(model_name, metrics_prefix), Live()
-        serving.on_step += [self.exporter.step, self.live.step]
-        serving.on_end += [lambda _, timeline: self.exporter.observe(timeline), self.live.end]
         # One thread: encoding user text changes a tokenizer's state for the time it takes, so two would meet there.
         self.thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -147,10 +144,9 @@ class Front:
             raise refused(error) from None
         except (QueueFull, NotServing) as error:
             self.serving.abort(stream)
-            (timeline := Timeline(arrival)).ended(time.monotonic(), "refused")
-            self.exporter.observe(timeline)
+            self.views.refused(arrival)
             status = 429 if isinstance(error, QueueFull) else 503
-            raise Refused(status, str(error), Retry_After=str(self.live.patience)) from None
+            raise Refused(status, str(error), Retry_After=str(self.views.live.patience)) from None
         return stream
 
     def constraint(self, body: Sampling) -> Constraint | None:
@@ -254,7 +250,7 @@ class Front:
             raise Refused(400, f"tokens: {wrong[0]} is no id; they end at {vocabulary - 1:,}", "tokens")
         return dict(prompt=await self.off_loop(self.tokenizer.decode, body.tokens, False, field="tokens"))
 
-    # ------------------------------------------------------------ the rest
+    # ------------------------------------------------------------ the model
     async def models(self) -> dict:
         return {"object": "list", "data": [self._card]}
 
@@ -266,35 +262,6 @@ class Front:
     def _card(self) -> dict:
         card = dict(id=self.name, object="model", created=self.created, owned_by="minserve")
         return card | {"max_model_len": self.room}
-
-    async def health(self) -> Response:
-        return Response(status_code=200 if self.serving.healthy and not self.serving.draining else 503)
-
-    async def version(self) -> dict:
-        return {"version": version("minserve")}
-
-    async def metrics(self) -> Response:
-        self.exporter.gauges(self.engine)
-        return Response(self.exporter.render(), headers={"Content-Type": self.exporter.content_type})
-
-    async def load(self) -> dict:
-        return dict(running=len(self.engine.scheduler.running), waiting=len(self.engine.scheduler.waiting))
-
-    async def stats(self) -> dict:
-        pages = self.engine.pages
-        counts = dict(
-            total=pages.num_pages, free=len(pages.free), cached=len(pages.cached), in_use=pages.in_use
-        )
-        state = dict(
-            healthy=self.serving.healthy,
-            draining=self.serving.draining,
-            error=repr(self.serving.error) if self.serving.error else None,
-            max_running=self.engine.scheduler.max_running,
-        )
-        return {"model": self.name} | await self.load() | state | {"pages": counts} | self.live.report()
-
-    async def page(self) -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
 def check_ended(output: Output, stream: Stream) -> None:

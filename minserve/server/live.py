@@ -1,15 +1,73 @@
-"""What an engine did lately, as the page and routers see it. Only the event loop touches it, so nothing is locked."""
+"""What operators, routers and the page see of a server: its health, its numbers, and what it did lately.
+
+Counts are kept by the event loop alone, from what AsyncEngine tells it, so nothing is locked.
+"""
 
 import math
 import time
 from collections import Counter, deque
+from importlib.metadata import version
+from pathlib import Path
 
-from minserve.metrics import OK, Timeline, percentile
+from fastapi.responses import HTMLResponse, Response
+
+from minserve.async_engine import AsyncEngine
+from minserve.metrics import OK, Exporter, Timeline, percentile
 from minserve.step_log import StepRecord
+
+PAGE = Path(__file__).parents[1] / "assets" / "page.html"
+
+
+class Views:
+    """The routes that only look, open to whoever reaches the port: they say nothing of what anybody asked."""
+
+    def __init__(self, serving: AsyncEngine, model_name: str, metrics_prefix: str):
+        self.serving, self.engine, self.name = serving, serving.engine, model_name
+        self.exporter, self.live = Exporter(model_name, metrics_prefix), Live()
+        serving.on_step += [self.exporter.step, self.live.step]
+        serving.on_end.append(lambda _, timeline: self.ended(timeline))
+
+    def ended(self, timeline: Timeline) -> None:
+        self.exporter.observe(timeline)
+        self.live.end(timeline)
+
+    def refused(self, arrival: float) -> None:
+        """A request that was not let in."""
+        (timeline := Timeline(arrival)).ended(time.monotonic(), "refused")
+        self.ended(timeline)
+
+    async def health(self) -> Response:
+        return Response(status_code=200 if self.serving.healthy and not self.serving.draining else 503)
+
+    async def version(self) -> dict:
+        return {"version": version("minserve")}
+
+    async def metrics(self) -> Response:
+        self.exporter.gauges(self.engine)
+        return Response(self.exporter.render(), headers={"Content-Type": self.exporter.content_type})
+
+    async def load(self) -> dict:
+        return dict(running=len(self.engine.scheduler.running), waiting=len(self.engine.scheduler.waiting))
+
+    async def stats(self) -> dict:
+        pages, serving = self.engine.pages, self.serving
+        counts = dict(
+            total=pages.num_pages, free=len(pages.free), cached=len(pages.cached), in_use=pages.in_use
+        )
+        state = dict(
+            healthy=serving.healthy,
+            draining=serving.draining,
+            error=repr(serving.error) if serving.error else None,
+            max_running=self.engine.scheduler.max_running,
+        )
+        return {"model": self.name} | await self.load() | state | {"pages": counts} | self.live.report()
+
+    async def page(self) -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
 class Live:
-    """The last steps and answers, for the page and for routers."""
+    """The last steps and answers."""
 
     def __init__(self):
         self.recent: deque[dict] = deque(maxlen=120)
@@ -26,7 +84,7 @@ class Live:
         )  # fmt: skip
         self.made.append((time.monotonic(), sum(row.sampled + row.kept for row in record.rows)))
 
-    def end(self, _, timeline: Timeline) -> None:
+    def end(self, timeline: Timeline) -> None:
         self.ended[timeline.reason] += 1
         if timeline.ok and timeline.ttft is not None:
             self.ttft.append(timeline.ttft)
