@@ -1,11 +1,15 @@
 """Many callers, one loop: streams that end exactly once, whoever leaves early, and everything given back."""
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 
 import pytest
+from wrong_versions import wrong_version
 
-from minserve.async_engine import AsyncEngine
+from minserve import async_engine
+from minserve.async_engine import NotServing
 from minserve.engine import Engine
 from minserve.prefill_decode import generate
 from minserve.request import SamplingParams
@@ -27,11 +31,11 @@ def engine(model):
     return Engine(model, num_pages=60, page_size=8, token_budget=32, max_running=4, max_waiting=8)
 
 
-def serve(engine, scenario):
+def serve(engine, scenario, **options):
     """Run scenario(serving) inside a running AsyncEngine; whatever it did, nothing may be left afterwards."""
 
     async def main():
-        async with AsyncEngine(engine) as serving:
+        async with async_engine.AsyncEngine(engine, **options) as serving:
             result = await asyncio.wait_for(scenario(serving), 60)
         assert not serving._streams and not serving._between
         return result
@@ -175,3 +179,232 @@ def test_the_loop_stays_free_while_a_step_runs(engine, model):
         return ticks
 
     assert serve(engine, scenario) > 20
+
+
+# ---------------------------------------------------------------- when it was
+def test_timelines_say_when_each_token_was_known(engine):
+    ended = []
+
+    async def scenario(serving):
+        arrival = time.monotonic()
+        stream = await serving.add(PROMPTS[0], replace(FREE, n=2), arrival=arrival, priority=3)
+        told = {0: [], 1: []}
+        async for output, _, _ in stream:
+            told[output.index].append(stream.told[output.index])
+        assert told == {0: list(range(1, 11)), 1: list(range(1, 11))}, "a token for each step"
+        return arrival, stream.timelines
+
+    arrival, timelines = serve(
+        engine, scenario, on_end=lambda output, line: ended.append((output.index, line))
+    )
+    assert sorted(i for i, _ in ended) == [0, 1] and all(line is timelines[i] for i, line in ended)
+    for line in timelines:
+        order = [line.arrival, line.queued, line.started, *line.tokens, line.finished]
+        assert order == sorted(order) and line.arrival == arrival and len(line.tokens) == 10
+        assert (line.reason, line.priority, line.prompt_tokens) == ("length", 3, 4)
+    assert [line.cached_tokens for line in timelines][0] == 0 and timelines[0].first is None, (
+        "no text, no TTFT"
+    )
+
+
+def test_a_request_that_waits_starts_later_than_it_is_queued(engine):
+    """Five for four seats: the last one's queue time is the others' answers."""
+
+    async def scenario(serving):
+        streams = await asyncio.gather(*(serving.add([i], FREE) for i in range(5)))
+        for stream in streams:
+            await stream.finish()
+        return [stream.timelines[0] for stream in streams]
+
+    lines = serve(engine, scenario)
+    last = max(lines, key=lambda line: line.started)
+    assert last.started >= min(line.finished for line in lines) > last.queued
+
+
+def test_preemptions_and_cached_tokens_are_told_at_the_end(model):
+    """Room for less than two whole answers: the second gives way, and finds its prompt in the cache."""
+    engine = Engine(model, num_pages=8, page_size=8, token_budget=32, max_running=2, max_waiting=8)
+
+    async def scenario(serving):
+        answers = replace(FREE, max_tokens=30)
+        streams = await asyncio.gather(*(serving.add(list(range(i, i + 20)), answers) for i in (0, 50)))
+        for stream in streams:
+            await stream.finish()
+        for _ in range(2):
+            await (again := await serving.add(list(range(20)), FREE)).finish()
+        return [s.timelines[0] for s in streams], again.timelines[0]
+
+    lines, again = serve(engine, scenario)
+    assert [line.preemptions for line in lines] == [0, 1]
+    assert [line.cached_tokens for line in lines] == [0, 0], "its own tokens, found again, are no saving"
+    assert again.cached_tokens == 16, "full pages but the last token's"
+
+
+def test_every_step_is_told_once(engine):
+    records, step, idle = [], engine.step, [False, True, False, True]
+
+    async def scenario(serving):
+        engine.step = lambda: [] if idle and idle.pop(0) else step()  # one that did nothing leaves no record
+        await (await serving.add(PROMPTS[2], FREE)).finish()
+
+    serve(engine, scenario, on_step=records.append)
+    assert [r.step for r in records] == [r.step for r in engine.log] and len(records) >= 10
+
+
+# ---------------------------------------------------------------- limits, pauses, ends
+def test_who_does_not_read_is_aborted(engine):
+    """Its answer is longer than the backlog. The others go on, and it still learns how its answer ended."""
+
+    async def scenario(serving):
+        idle, other = (
+            await serving.add(PROMPTS[0], LONG),
+            await serving.add(PROMPTS[1], replace(FREE, max_tokens=60)),
+        )
+        await other.finish()
+        events = [(output, last) async for output, _, last in idle]
+        assert idle.lagged and not other.lagged and other.outputs[0].finish_reason == "length"
+        assert 16 < len(events) <= 20 and events[-1][1] and not any(last for _, last in events[:-1])
+        assert idle.timelines[0].reason == "abort"
+        return idle.outputs[0].finish_reason
+
+    assert serve(engine, scenario, backlog=16) == "abort"
+
+
+def test_prompts_that_join_a_stream_go_on_in_its_order(engine):
+    async def scenario(serving):
+        stream = await serving.add(PROMPTS[0], replace(FREE, n=2))
+        assert await serving.add(PROMPTS[1], FREE, join=stream) is stream
+        ends = sorted([output.index async for output, _, last in stream if last])
+        assert ends == [0, 1, 2] == [output.index for output in stream.outputs]
+        return [(o.request.prompt, line.prompt_tokens) for o, line in zip(stream.outputs, stream.timelines)]
+
+    assert serve(engine, scenario) == [(p, len(p)) for p in (PROMPTS[0], PROMPTS[0], PROMPTS[1])]
+
+
+def test_tokens_made_elsewhere_are_news_as_well(model, engine):
+    made = list(generate(model, PROMPTS[0], FREE))[:3]
+
+    async def scenario(serving):
+        stream = await serving.add(PROMPTS[0], FREE, made=made)
+        await stream.finish()
+        return stream.outputs[0].tokens, len(stream.timelines[0].tokens)
+
+    assert serve(engine, scenario) == (list(generate(model, PROMPTS[0], FREE)), 10)
+
+
+def test_between_never_meets_a_step(engine):
+    """What it is given runs in a worker thread while no step does, and its result or its error comes back."""
+    stepping, met, step = threading.Event(), [], engine.step
+
+    def watched():
+        stepping.set()
+        try:
+            return step()
+        finally:
+            stepping.clear()
+
+    engine.step = watched
+
+    async def scenario(serving):
+        stream = await serving.add(PROMPTS[0], LONG)
+        for i in range(20):
+            met.append(stepping.is_set() if False else await serving.between(lambda: stepping.is_set()))
+            assert await serving.between(lambda i=i: (i, threading.current_thread())) != (
+                i,
+                threading.main_thread(),
+            )
+        with pytest.raises(ZeroDivisionError):
+            await serving.between(lambda: 1 / 0)
+        serving.abort(stream)
+        await stream.finish()
+
+    serve(engine, scenario)
+    assert len(met) == 20 and not any(met)
+
+
+def test_between_after_the_end_is_refused(engine):
+    async def scenario(serving):
+        closing = asyncio.create_task(serving.close())
+        with pytest.raises(NotServing):
+            await serving.between(lambda: None)
+        await closing
+        with pytest.raises(NotServing):
+            await serving.between(lambda: None)
+
+    serve(engine, scenario)
+
+
+def test_draining_finishes_what_there_is_and_takes_nothing_new(engine):
+    async def scenario(serving):
+        assert serving.healthy
+        streams = [await serving.add(p, FREE) for p in PROMPTS]
+        draining = asyncio.create_task(serving.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(NotServing, match="shutting down"):
+            await serving.add(PROMPTS[0], FREE)
+        reasons = {(await stream.finish())[0].finish_reason for stream in streams}
+        assert await draining is True and not serving.healthy
+        return reasons
+
+    assert serve(engine, scenario) == {"length"}
+
+
+def test_a_drain_ends_at_its_deadline(engine):
+    async def scenario(serving):
+        stream = await serving.add(PROMPTS[0], LONG)
+        assert await serving.drain(0.0) is False
+        return (await stream.finish())[0].finish_reason
+
+    assert serve(engine, scenario) == "abort"
+
+
+def test_a_drain_of_nothing_is_over_at_once(engine):
+    async def scenario(serving):
+        assert await serving.drain(60) is True
+        with pytest.raises(NotServing, match="was closed"):
+            await serving.add(PROMPTS[0], FREE)
+
+    serve(engine, scenario)
+
+
+def test_before_it_is_entered_nothing_is_served(engine):
+    async def main():
+        serving = async_engine.AsyncEngine(engine)
+        assert not serving.healthy
+        with pytest.raises(RuntimeError, match="was not entered"):
+            await serving.add(PROMPTS[0], FREE)
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- these tests can fail
+WRONG = [
+    ("timeline.started = begin", "timeline.started = timeline.queued",
+     test_a_request_that_waits_starts_later_than_it_is_queued),
+    ("num_known(output) - len(timeline.tokens)", "1", test_tokens_made_elsewhere_are_news_as_well),
+    ("if stream.unread > self.backlog and not stream.lagged:", "if False:", test_who_does_not_read_is_aborted),
+    ("                stream.lagged = True\n", "", test_who_does_not_read_is_aborted),
+    ("output.index += len(self.told)", "pass", test_prompts_that_join_a_stream_go_on_in_its_order),
+    ("result = await asyncio.to_thread(operation)", "result = operation()", test_between_never_meets_a_step),
+    ("self.draining = True", "pass", test_draining_finishes_what_there_is_and_takes_nothing_new),
+    ("await asyncio.wait_for(self._empty.wait(), seconds)", "pass",
+     test_draining_finishes_what_there_is_and_takes_nothing_new),
+    ("await asyncio.wait_for(self._empty.wait(), seconds)", "await asyncio.wait_for(self._empty.wait(), 5)",
+     test_a_drain_ends_at_its_deadline),
+    ("        self._empty.clear()\n", "", test_draining_finishes_what_there_is_and_takes_nothing_new),
+    ("if log and log[-1] is not before else None", "if log else None", test_every_step_is_told_once),
+    ("for listen in self.on_end:", "for listen in ():", test_timelines_say_when_each_token_was_known),
+    ("output.request.preemptions,", "0,", test_preemptions_and_cached_tokens_are_told_at_the_end),
+    ("                self._ended(output, timeline, now)\n", "", test_timelines_say_when_each_token_was_known),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("right, wrong, test", WRONG, ids=[f"{w[0].strip()[:30]}" for w in WRONG])
+def test_wrong_versions_are_noticed(right, wrong, test, model, engine, monkeypatch):
+    made = wrong_version(async_engine, right, wrong)
+    made.NotServing = NotServing  # one class, whoever raises it
+    monkeypatch.setattr(async_engine, "AsyncEngine", made.AsyncEngine)
+    given = {"model": model, "engine": engine}
+    wants = test.__code__.co_varnames[: test.__code__.co_argcount]
+    with pytest.raises((AssertionError, pytest.fail.Exception, TimeoutError)):
+        test(**{name: given[name] for name in wants})
