@@ -24,6 +24,7 @@ from minserve.engine import Engine
 from minserve.fetch import FetchError, resolve
 from minserve.quantized_cache import KINDS
 from minserve.server import Limits, create_app
+from minserve.server.wire import HTTP
 from minserve.text import Tokenizer
 from minserve.weights import DTYPES, load
 
@@ -90,7 +91,7 @@ def main(args) -> int:
     if warning := exposed(args.host, args.api_key):
         print(f"serve: {warning}", file=sys.stderr)
     config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning", access_log=False,
-                            timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
+                            timeout_graceful_shutdown=CLOSING_SECONDS, **HTTP)  # fmt: skip
     server = Server(config, serving, args.served_model_name or name, args.drain_seconds)
     server.run()
     if connector:

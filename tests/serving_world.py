@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from minserve.async_engine import AsyncEngine
 from minserve.engine import Engine
 from minserve.server import create_app
+from minserve.server.wire import HTTP
 from minserve.text import Tokenizer as Text
 from minserve.weights import load
 
@@ -90,7 +91,7 @@ def serve_in_thread(
     serving = AsyncEngine(engine, **({} if backlog is None else dict(backlog=backlog)))
     app = create_app(serving, engine.tokenizer, model_name, **options)
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5, lifespan="on"
+        app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5, lifespan="on", **HTTP
     )
     server, ready = _Server(config), threading.Event()
     server.ready = ready
