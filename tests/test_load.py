@@ -321,6 +321,15 @@ def test_a_closed_loop_says_that_it_offers_nothing(capsys):
     assert "never overloaded" in said and "offered" not in said
 
 
+def test_a_schedule_without_a_length(tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,100,10\n")
+    with serving(fine) as url:
+        assert load.main(arguments(url, "--trace", trace, "--json", tmp_path / "run.json")) == 0
+    assert "open      - requests/s offered" in capsys.readouterr().out
+    assert Report.load(tmp_path / "run.json").row("achieved").bound is None
+
+
 def test_failures_are_told_and_a_run_without_an_answer_fails(capsys):
     count = 0
 
@@ -361,6 +370,8 @@ def test_no_server_no_model_no_api(capsys, tmp_path):
 
 @pytest.mark.parametrize("words, complaint", [
     (["--slo-ttft", 1], "give both"), (["--priorities", "high"], "such as 0:0.2,1:0.8"), (["--rate", -1], "rate -1"),
+    (["--requests", 0], "--requests is 0; it must be at least 1"), (["--sockets", 0], "--sockets is 0"),
+    (["--closed", -1], "--closed is -1"), (["--scale", "nan"], "--scale is nan; it must be more than 0"),
     (["--trace", "nowhere.csv"], "nowhere.csv"), (["--requests", 1, "--rate", 0.001, "--burstiness", -1], "burstiness"),
 ])  # fmt: skip
 def test_a_plan_that_makes_no_sense_is_refused_before_anybody_is_asked(words, complaint, capsys):
@@ -411,7 +422,7 @@ def test_a_report_is_relative_to_the_start_of_the_run():
     assert report.row("ttft").samples == [1.0] and report.row("service").samples == [1.5]
     assert (report.row("achieved").median, report.row("achieved").bound) == (pytest.approx(1 / 3), 1.0)
     assert "99% were sent within 495.0 ms" in run.text()
-    closed = load_report.Run(shots[:1], "m", offered=None)
+    closed = load_report.Run(shots[:1], "m", offered=None, closed=True)
     assert closed.zero == 51.0
 
 

@@ -122,6 +122,10 @@ def main(args) -> int:
 # ---------------------------------------------------------------- the schedule
 def plan(args) -> list[Arrival]:
     """Who comes when, with what: everything that chance decides, decided by the seed. Raises ValueError, OSError."""
+    for name in ("requests", "closed", "sockets", "longest", "scale", "timeout"):
+        least, value = (0, "more than 0") if name in ("scale", "timeout") else (0.5, "at least 1")
+        if getattr(args, name) is not None and not getattr(args, name) > least:
+            raise ValueError(f"--{name} is {getattr(args, name):g}; it must be {value}")
     if args.trace:
         found = schedules.azure_csv(args.trace, scale=args.scale)
         found = schedules.paced(found, args.rate) if args.rate else found
@@ -203,7 +207,7 @@ async def fire(args, schedule: list[Arrival]) -> Run:
                 shots = await closed_loop(schedule, send, args.closed, hear)
             else:
                 shots = await open_loop(schedule, send, args.sockets, hear)
-    return Run(shots, client.model, None if args.closed else offered(schedule))
+    return Run(shots, client.model, None if args.closed else offered(schedule), bool(args.closed))
 
 
 def offered(schedule: list[Arrival]) -> float | None:

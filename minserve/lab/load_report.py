@@ -25,15 +25,14 @@ MOST_SAMPLES = 500  # of one latency in a report
 class Run:
     shots: list[Shot]
     model: str
-    offered: (
-        float | None
-    )  # requests per second of the schedule; None: a closed loop, which offers nothing by itself
+    offered: float | None  # requests per second of the schedule; None where it has no length
+    closed: bool = False
 
     @property
     def zero(self) -> float:
         """When the run began, on the event loop's clock."""
         first = self.shots[0]
-        return first.timeline.arrival - (first.arrival.time if self.offered else 0.0)
+        return first.timeline.arrival - (0.0 if self.closed else first.arrival.time)
 
     @property
     def seconds(self) -> float:
@@ -77,12 +76,12 @@ class Run:
 
     def _pace(self, numbers: dict) -> str:
         achieved = numbers["requests_per_second"] or 0.0
-        if self.offered is None:
+        if self.closed:
             return f"closed    {achieved:.2f} requests/s: as many as the server answered, so it was never overloaded"
         lag = percentile([shot.sent - shot.timeline.arrival for shot in self.shots], 99)
+        offered = "-" if self.offered is None else f"{self.offered:.2f}"
         return (
-            f"open      {self.offered:.2f} requests/s offered, {achieved:.2f} achieved; "
-            f"at most {self.peak:,} in flight; "
+            f"open      {offered} requests/s offered, {achieved:.2f} achieved; at most {self.peak:,} in flight; "
             f"99% were sent within {lag * 1e3:,.1f} ms of their time"
         )
 
