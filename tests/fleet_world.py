@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import json
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 
 import httpx2
@@ -25,8 +25,8 @@ def in_loop(test):
     return run
 
 
-async def until(condition, what: str):
-    async with asyncio.timeout(PATIENCE / 2):
+async def until(condition, what: str, patience: float | None = None):
+    async with asyncio.timeout(patience or PATIENCE / 2):
         while not condition():
             await asyncio.sleep(0.005)
     assert condition(), what
@@ -185,10 +185,18 @@ async def hangs(upstream, asked, writer):
 async def routed(*behaviours, policy="round_robin", module=router_module, interval=60.0, **options):
     """A router in front of one upstream for each behaviour. Yields .url .router .pool .upstreams .client; afterwards
     nothing may be outstanding."""
-    upstreams = [Upstream(behaviour) for behaviour in behaviours]
-    for upstream in upstreams:
-        await upstream.__aenter__()
-    router = module.Router(POLICIES[policy](), [u.url for u in upstreams], interval=interval, **options)
+    async with AsyncExitStack() as stack:
+        upstreams = [await stack.enter_async_context(Upstream(behaviour)) for behaviour in behaviours]
+        urls = [upstream.url for upstream in upstreams]
+        world = await stack.enter_async_context(routed_to(urls, policy, module, interval=interval, **options))
+        world.upstreams = upstreams
+        yield world
+
+
+@asynccontextmanager
+async def routed_to(urls, policy, module=router_module, **options):
+    """A router in front of servers that are there. Yields .url .router .pool .client"""
+    router = module.Router(POLICIES[policy](), urls, **options)
     config = uvicorn.Config(
         module.create_app(router), host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=2
     )
@@ -198,13 +206,9 @@ async def routed(*behaviours, policy="round_robin", module=router_module, interv
         await until(lambda: server.started or running.done(), "the router started")
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         async with httpx2.AsyncClient(timeout=PATIENCE, trust_env=False, base_url=url) as client:
-            yield SimpleNamespace(
-                url=url, router=router, pool=router.pool, upstreams=upstreams, client=client
-            )
+            yield SimpleNamespace(url=url, router=router, pool=router.pool, client=client)
         await until(lambda: not router.pool.ongoing, "nothing is outstanding")
         assert all(replica.ongoing == 0 for replica in router.pool.replicas.values())
     finally:
         server.should_exit = True
         await asyncio.gather(running, return_exceptions=True)
-        for upstream in upstreams:
-            await upstream.__aexit__()
