@@ -15,6 +15,7 @@ from tokenizers import decoders, pre_tokenizers, trainers
 from minserve import structured
 from minserve.engine import Engine
 from minserve.request import SamplingParams
+from minserve.sampler import DRAWN, Sampler
 from minserve.structured import Grammar, Grammars, grammar_of
 from minserve.text import Tokenizer
 from minserve.weights import load
@@ -284,6 +285,19 @@ def test_logits_behind_the_vocabulary_are_nobodys(tokenizer):
         token for token, text in texts.items() if "z" not in text and not special.fullmatch(text or "<end>")
     }
     assert set(logits.isfinite().nonzero()[:, 0].tolist()) == allowed
+
+
+@pytest.mark.parametrize("known", [0, DRAWN])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_recorded_step_drew_is_drawn_again(grammars, known, temperature):
+    """On a GPU such a step knows temperatures, but no grammar."""
+    sampler, logits = Sampler(2, 251), torch.randn(2, 251, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(temperature=temperature)
+    for seat, constraint in enumerate((grammars(Grammar("regex", "a")), None)):
+        sampler.put(seat, params, 0, [1], [], [], constraint)
+    drawn = torch.tensor([5, 6])
+    tokens = sampler.draw(logits, [0, 1], [0, 0], (drawn, known))
+    assert tokens[0] == 65 and (tokens[1] == 6 or not known and temperature)
 
 
 def test_logprobs_are_the_models_own(model, tokenizer, grammars):
