@@ -22,7 +22,7 @@ from random import Random
 from minserve.arrivals import Arrival, poisson, shared_prefix_groups, uniform, with_priorities
 from minserve.metrics import SLO, Timeline
 
-STRICT, LOOSE = (3.0, 3.0), (10.0, 10.0)  # (times the time to first token alone, times a decode step)
+STRICT, LOOSE = (5.0, 3.0), (10.0, 10.0)  # (times the time to first token alone, times a decode step)
 MULTIPLES = {"strict": STRICT, "loose": LOOSE}
 EVERY = 12
 SHARES = {0: 0.25, 1: 0.75}  # of the two priorities

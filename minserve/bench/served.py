@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from minserve.arrivals import Arrival
+from minserve.bench.spec_served import full_steps
 from minserve.bench.workload import PAGE
 from minserve.engine import Engine
 from minserve.metrics import Timeline
@@ -84,7 +85,14 @@ def drive(
 
 
 def tell(timeline: Timeline, output: Output, text: str, now: float) -> None:
-    """What a step brought. Without a tokenizer there is no text: then a token counts as text."""
+    """What a step brought. Without a tokenizer there is no text: then a token counts as text.
+
+    Raises RuntimeError if the request could not be computed: that is no slowness, and nothing to measure.
+    """
+    if output.error is not None:
+        raise RuntimeError(
+            f"request {output.request.id} failed, so there is nothing to measure"
+        ) from output.error
     new = len(output.tokens) - len(timeline.tokens)
     timeline.told(now, new, text or "?" * (new * (output.told == 0)))
     if output.finished:
@@ -116,6 +124,6 @@ def decode_steps(model, seats: int, context: int = 64, steps: int = 12) -> list[
         engine.step()
     for _ in range(steps + 2):
         engine.step()
-    seconds = [record.total for record in engine.log][-steps:]
+    log = full_steps(list(engine.log)[-steps:], seats)
     engine.close()
-    return seconds
+    return [record.total for record in log]
