@@ -248,17 +248,19 @@ class AsyncEngine:
             operation, done = self._between.pop(0)
             if done is None:
                 operation()
-            elif self._closed and not done.cancelled():
-                done.set_exception(NotServing("the engine was closed before this was done"))
             elif not done.cancelled():
-                try:
-                    result = await asyncio.to_thread(operation)
-                except Exception as error:
-                    if not done.cancelled():
-                        done.set_exception(error)
-                else:
-                    if not done.cancelled():
-                        done.set_result(result)
+                await self._carry_out(operation, done)
+
+    async def _carry_out(self, operation: Callable, done: asyncio.Future) -> None:
+        result = error = None
+        try:
+            if self._closed:
+                raise NotServing("the engine was closed before this was done")
+            result = await asyncio.to_thread(operation)
+        except Exception as its_own:
+            error = its_own
+        if not done.cancelled():
+            done.set_exception(error) if error else done.set_result(result)
 
     def _end_all(self) -> None:
         for output in self.engine.outputs.values():
@@ -313,10 +315,8 @@ class AsyncEngine:
 
     def _ended(self, output: Output, timeline: Timeline, now: float) -> None:
         self._fresh.pop(output.request.id, None)
-        timeline.cached_tokens, timeline.preemptions = (
-            output.request.cached_tokens,
-            output.request.preemptions,
-        )
+        timeline.cached_tokens = output.request.cached_tokens
+        timeline.preemptions = output.request.preemptions
         timeline.ended(now, "error" if output.error else output.finish_reason)
         for listen in self.on_end:
             listen(output, timeline)
