@@ -272,6 +272,7 @@ class AsyncEngine:
                 for output in stream.outputs:
                     if self._streams.pop(output.request.id, None):
                         stream.put(output, "", True)
+            self._fresh.clear()
             self._empty.set()
 
     # ------------------------------------------------------------ who hears what, and when it was

@@ -66,12 +66,16 @@ class Wire:
         return self.send(request(self.where.netloc, path, body, **headers))
 
     def head(self) -> tuple[int, dict[str, str]]:
-        line = self.file.readline()
-        if not line:
-            raise ConnectionError("the server closed the connection without an answer")
+        line = self._line()
         assert line.startswith(b"HTTP/1.1 "), line
         headers = {name.lower(): value for name, value in http.client.parse_headers(self.file).items()}
-        return int(line.split()[1]), headers
+        status = int(line.split()[1])
+        return self.head() if status == 100 else (status, headers)  # 100: go on, the answer comes later
+
+    def _line(self) -> bytes:
+        if line := self.file.readline():
+            return line
+        raise ConnectionError("the server closed the connection before its answer was complete")
 
     def answer(self) -> Answer:
         status, headers = self.head()
@@ -82,7 +86,7 @@ class Wire:
         return Answer(status, headers, body)
 
     def _chunks(self) -> Iterator[bytes]:
-        while size := int(self.file.readline(), 16):
+        while size := int(self._line(), 16):
             yield self.file.read(size)
             assert self.file.readline() == b"\r\n"
         assert self.file.readline() == b"\r\n"
@@ -199,7 +203,7 @@ class Gate:
 def at_rest(serving) -> None:
     """Nothing is left of anybody: no request, no stream, no page, no seat."""
     engine, scheduler = serving.engine, serving.engine.scheduler
-    held = lambda: (engine.outputs, scheduler.waiting, scheduler.running, serving._streams)
+    held = lambda: (engine.outputs, scheduler.waiting, scheduler.running, serving._streams, serving._fresh)
     until(lambda: not any(held()), "everything to end")
     engine.pages.check([])
     assert engine.pages.in_use == 0 and not engine.pages.copies
