@@ -97,7 +97,8 @@ class Run:
             if shot.why:
                 kinds.setdefault(re.sub(r"\d[\d,.]*", "#", shot.why), []).append(shot.why)
         worst = sorted(kinds.values(), key=len, reverse=True)[:3]
-        return [f"failed    {len(its):,} x {'such as ' * (len(set(its)) > 1)}{its[0]}" for its in worst]
+        kind = lambda its: "such as " * (len(set(its)) > 1) + its[0].splitlines()[0]
+        return [f"failed    {len(its):,} x {kind(its)}" for its in worst]
 
     def requests(self) -> list[dict]:
         """Each request as it was, in the order it was due, to a tenth of a millisecond."""
