@@ -189,6 +189,9 @@ def test_the_first_token_is_drawn_again_where_it_ended_the_answer_or_needs_its_l
     ends = replace(GREEDY, stop_token_ids=(first,))
     output, said = its.hand_over(prompt_of(9), ends, "a")
     assert said["token_ids"] == [] and output.tokens == [] and output.finish_reason == "stop"
+    ended = run(its.prefill, prompt_of(9), replace(GREEDY, max_tokens=1), key="c")
+    ended.request.finish_reason = "stop"  # as for a stop string that this token completes
+    assert its.producer.request_finished(ended.request)["token_ids"] == []
     asks = replace(SAMPLED, logprobs=3)
     output, said = its.hand_over(prompt_of(9), asks, "b")
     alone = run(its.one, prompt_of(9), asks)
@@ -293,7 +296,7 @@ def test_whoever_is_not_asked_for_is_forgotten_after_the_lease(two):
     its = two(lease=0.2)
     run(its.prefill, prompt_of(9), GREEDY, key="a")
     run(its.prefill, prompt_of(5), GREEDY)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 6
     while its.producer._sending or len(its.consumer.inbox):
         run(its.prefill, prompt_of(5), GREEDY)
         assert time.monotonic() < deadline
@@ -357,14 +360,18 @@ def test_caches_and_models_that_cannot_be_handed_over(model, checkpoints):
 
 
 def test_a_key_belongs_to_whoever_came_first(two):
-    its = two("layer")
-    (first,) = its.prefill.add(prompt_of(40), replace(GREEDY, max_tokens=1), key="a")
-    (second,) = its.prefill.add(prompt_of(30, seed=2), replace(GREEDY, max_tokens=1), key="a")
+    its, one_token = two("layer"), replace(SAMPLED, max_tokens=1)
+    (first,) = its.prefill.add(prompt_of(40), one_token, key="a")
+    its.prefill.step()
+    its.prefill.scheduler.preempt(first.request)
+    (second,) = its.prefill.add(prompt_of(33, seed=2), one_token, key="a", priority=-1)  # it overtakes
     finish(its.prefill)
     assert its.producer.request_finished(second.request) is None
-    assert its.producer.request_finished(first.request)["num_tokens"] == 40
+    made = its.producer.request_finished(first.request)["token_ids"]
     kv = its.consumer.start_load_kv("a", prompt_of(40))
     assert kv.wait()
+    output = run(its.decode, prompt_of(40), SAMPLED, kv=kv, made=made)
+    assert output.tokens == run(its.one, prompt_of(40), SAMPLED).tokens
 
 
 OTHERS = {
@@ -477,14 +484,17 @@ def test_messages_twice_late_or_never():
 
 
 def test_a_link_that_breaks_wakes_whoever_waits():
-    inbox, answers = Inbox(lease=100), []
-    threads = [threading.Thread(target=lambda: answers.append(inbox.take("a", 0, 100))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    inbox.fail(ConnectionError("gone"))
-    for thread in threads:
-        thread.join(20)
-    assert answers == [None] * 3
+    for wake in (lambda inbox: inbox.fail(ConnectionError("gone")), lambda inbox: inbox.drop("a")):
+        inbox, answers = Inbox(lease=100), []
+        take = lambda inbox=inbox, answers=answers: answers.append(inbox.take("a", 0, 100))
+        threads = [threading.Thread(target=take, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wake(inbox)
+        deadline = time.monotonic() + 5
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert answers == [None] * 3
 
 
 # ---------------------------------------------------------------- the link
@@ -537,7 +547,7 @@ def test_one_message_that_fails_does_not_stop_the_next(two):
 
     sender = Sender(put, Link())
     sender.send("bad", 1), sender.send("good", 1)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 5
     while not came:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -605,7 +615,7 @@ def test_a_file_that_is_not_whole_is_not_seen_and_a_broken_one_is_no_use(model, 
 
 def test_files_nobody_fetches_are_deleted_after_the_lease(model, tmp_path):
     its = Two(model, Files(tmp_path).ends(lease=0.3))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 8
     run(its.prefill, prompt_of(9), GREEDY, key="a")
     while its.producer.sender.sent == 0:
         assert time.monotonic() < deadline

@@ -376,9 +376,9 @@ SIZES = "--num-pages 96 --page-size 8 --token-budget 64 --max-running 4".split()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["--kv-connector gloo --kv-mode layer", "--kv-connector file"])
-def test_the_command(folder, one, options):
-    command = [sys.executable, "-m", "minserve", "disaggregate", "--port", "0", *options.split(), "--",
+def test_the_command(folder, one):
+    options = "--kv-connector gloo --kv-mode layer".split()
+    command = [sys.executable, "-m", "minserve", "disaggregate", "--port", "0", *options, "--",
                "--model", str(folder), "--served-model-name", "tiny", *SIZES]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -452,10 +452,9 @@ def test_the_prefill_server_is_killed_while_keys_and_values_travel(folder, one, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", ["file", "gloo"])
-def test_the_decode_server_is_killed_while_keys_and_values_travel(folder, one, tmp_path, connector):
+def test_the_decode_server_is_killed_while_keys_and_values_travel(folder, one, tmp_path):
     options = "--kv-mode layer --kv-latency 1.5".split()
-    with processes(folder, tmp_path, connector, *options) as its:
+    with processes(folder, tmp_path, "gloo", *options) as its:
         thread, answers = in_flight(its, SAMPLED | {"prompt": IDS})
         os.kill(its.decode.process.pid, signal.SIGKILL)
         thread.join(3 * SECONDS)
