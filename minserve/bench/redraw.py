@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minserve.bench import gpu_table, ladder, linear, peers, spec, step
+from minserve.bench import goodput, gpu_table, knob, ladder, linear, peers, spec, step
 from minserve.lab import figures, kv_figures, shares
 from minserve.lab.report import Report
 
@@ -14,6 +14,11 @@ DRAWN = [  # recorded numbers, who draws them, where to
     ("linear_cpu.json", linear.draw, "08_linear.png"),
     ("spec_cpu.json", spec.draw, "11_break_even.png"),
     ("spec_cpu.json", spec.draw_positions, "11_positions.png"),
+    ("knob_cpu.json", knob.draw, "13_knob.png"),
+    ("knob_cpu.json", knob.draw_waits, "13_knob_waits.png"),
+    ("goodput_cpu.json", goodput.draw, "13_goodput.png"),
+    ("goodput_cpu.json", goodput.draw_shares, "13_goodput_search.png"),
+    ("goodput_cpu.json", goodput.draw_percentiles, "13_percentiles.png"),
 ]
 TITLES = {  # what a GPU figure shows
     "decode": "Decoding, one sequence: share of the bandwidth roof",

@@ -105,11 +105,8 @@ def tell(timeline: Timeline, output: Output, text: str, now: float) -> None:
 
 def doomed(timelines: Sequence[Timeline], slo, now: float) -> int:
     """slo: with met(timeline), and deadline(timeline, n) for token n."""
-    return sum(
-        now > slo.deadline(t, len(t.tokens)) if t.finished is None else not slo.met(t)
-        for t in timelines
-        if t.arrival <= now
-    )
+    late = lambda t: now > slo.deadline(t, len(t.tokens)) if t.finished is None else not slo.met(t)
+    return sum(map(late, timelines))
 
 
 def decode_steps(model, seats: int, context: int = 64, steps: int = 12) -> list[float]:

@@ -70,13 +70,12 @@ def waits(ax, lines: dict[str, dict[int, float]]):
 
 
 def waits_finding(lines: dict[str, dict[int, float]]) -> str:
+    """Of the last load: the smallest batch against the best one."""
     name, its = list(lines.items())[-1]
-    few, many = min(its), max(its)
-    least = min(its, key=its.get)
-    told = [quantity(its[batch], "s") for batch in (few, least)]
-    return f"{name}: a first token takes {told[0]} with {few} at once, {told[1]} with {least}" + (
-        f", {quantity(its[many], 's')} with {many}" if least != many else ""
-    )
+    few, least = min(its), min(its, key=its.get)
+    at = name[:1].upper() + name[1:]
+    slow, fast = quantity(its[few], "s"), quantity(its[least], "s")
+    return f"{at}: {slow} to a first token with {few} at once, {fast} with {least}"
 
 
 def recorded_waits(report: Report) -> dict[str, dict[int, float]]:
@@ -98,7 +97,7 @@ Groups = list[tuple[str, list[tuple[str, list[float]]]]]  # (trace and SLO, [(si
 
 
 def goodputs(ax, groups: Groups):
-    """A dot at the median, a tick for each seed, so that nobody takes luck for a gain. (Bars mean nothing on a log axis.)"""
+    """A dot at the median, a tick for each seed, so that nobody takes luck for a gain. (Bars mean nothing on logs.)"""
     sides = list(dict.fromkeys(name for _, its in groups for name, _ in its))
     looks = {name: LINES[i % 4] for i, name in enumerate(sides)}
     every = [x for _, its in groups for _, samples in its for x in samples if x]
