@@ -76,7 +76,7 @@ class Tokenizer:
             return piece.encode()
         if _is_byte(piece):
             return bytes([int(piece[3:5], 16)])
-        if self._byte_level:
+        if self._byte_level and BYTE_OF.keys() >= set(piece):
             return bytes(BYTE_OF[c] for c in piece)
         return piece.replace("\u2581", " ").encode()  # how sentencepiece writes a space
 

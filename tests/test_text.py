@@ -147,6 +147,35 @@ def test_a_long_stream_decodes_a_short_window(real):
     assert text + detokenizer.flush() == real.decode(ids)
 
 
+@pytest.mark.parametrize("text", SAMPLES)
+def test_the_bytes_of_tokens_are_those_of_their_text(real, text):
+    assert b"".join(map(real.bytes_of, real.encode(text))) == text.encode()
+
+
+def test_the_bytes_of_any_token(real, sentencepiece):
+    assert real.bytes_of(2) == b"<|im_end|>" and real.bytes_of(10**6) == b""
+    emoji = real.encode("\U0001f600")
+    assert len(emoji) > 1 and b"".join(map(real.bytes_of, emoji)) == b"\xf0\x9f\x98\x80"
+    ids = {
+        token: sentencepiece.hf.convert_tokens_to_ids(token)
+        for token in ("<0xF0>", "\u2581Hello", "é", "<s>")
+    }
+    assert [sentencepiece.bytes_of(i) for i in ids.values()] == [b"\xf0", b" Hello", "é".encode(), b"<s>"]
+
+
+def test_special_tokens_are_added_unless_told_otherwise(sentencepiece):
+    core = tokenizers.Tokenizer.from_str(sentencepiece.hf.backend_tokenizer.to_str())
+    core.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    with_bos = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>"), (2,))
+    ids = with_bos.encode("a")
+    assert ids[0] == 1 and with_bos.encode("a", special=False) == ids[1:]
+
+
+def test_messages_that_leave_no_mark_are_refused(real):
+    with pytest.raises(ValueError, match="6,400"):
+        real.chat(user("".join(map(chr, range(0xE000, 0xF900)))))
+
+
 # ---------------------------------------------------------------- chat
 def user(content):
     return [{"role": "user", "content": content}]
