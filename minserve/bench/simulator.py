@@ -3,9 +3,9 @@
     fitted     on traces of one mix, at several loads, chunked and with whole prompts: their step logs, all together
     predicted  traces of another mix, burstier and with other seeds, at 0.3, 0.6 and 0.85 of the capacity measured for
                it; then the engine serves the same traces, in real time
-    policies   chunked, whole prompts, and chunked with the urgent first: does the simulator rank them as the machine does?
+    policies   chunked, whole prompts, and chunked with the urgent first: are they ranked as the machine ranks them?
 
-Bound    1 for an accuracy, 1 - |simulated / measured - 1|: exact. Each row shows its worst policy, the note all of them.
+Bound    1 for an accuracy, 1 - |simulated / measured - 1|: exact. A row shows its worst policy, the note all of them.
          1,000 for the speed, in seconds of simulated time per second
 Drift    a machine that others use is not equally fast all the time, and no model of the past knows it. Fitting and
          predicted traces take turns, so that both see the same machine; a note says how much longer the steps of the
@@ -26,6 +26,7 @@ from minserve.bench.common import Options, chosen, label, load
 from minserve.bench.workload import PAGE
 from minserve.engine import LLM
 from minserve.lab.report import Report, Row
+from minserve.lab.simulated import FITTED, written
 from minserve.metrics import Timeline, percentile
 from minserve.pages import PagePool
 from minserve.request import SamplingParams
@@ -46,43 +47,45 @@ def run(options: Options) -> Report:
     report = options.report()
     model = load(chosen(options)[0], options.dtype)
     case = f"{label(options.model)} {options.dtype_name}"
-    seconds = 2.0 if options.quick else 24.0  # of a predicted trace
+    few, longest = options.quick, min(LONGEST, model.config.context // 2)
+    taught, asked = (partial(mix, longest=longest) for mix in (learned, predicted))
     engines = {who: engine(model, policy) for who, policy in list(POLICIES.items())[:2]}
     engines["urgent first"] = engines["chunked"]
     for llm in engines.values():
-        serve(llm, heap(learned, 2 * SEATS), True)  # first calls allocate, and are nobody's cost
-    capacity = {mix: saturated(engines["chunked"], mix, options.quick) for mix in (learned, predicted)}
+        serve(llm, heap(taught, 8 if few else 2 * SEATS))  # first calls allocate, and are nobody's cost
+    rates = [saturated(engines["chunked"], heap(mix, 8 if few else 50, seed=1)) for mix in (taught, asked)]
 
     logs: list[StepRecord] = []
     runs: list[Run] = []
     for i, share in enumerate(LOADS):
+        learn, ask = (share * rate for rate in rates)
+        seconds = 4 / min(learn, ask) if few else 24.0  # of a predicted trace
         for who in ("chunked", "whole prompts"):
-            serve(engines[who], learned(share * capacity[learned], seconds / 2, seed=100 + i), False)
+            serve(engines[who], taught(learn, seconds / 2, seed=100 + i))
             logs += engines[who].log
-        trace = predicted(share * capacity[predicted], seconds, seed=200 + i)
+        trace = asked(ask, seconds, seed=200 + i)
         for who, llm in engines.items():
-            timelines = serve(llm, trace, who == "urgent first")
+            timelines = serve(llm, trace, urgent_first=who == "urgent first")
             runs.append(Run(share, who, trace, timelines, list(llm.log)))
         for who in ("whole prompts", "chunked"):  # and what is full to the brim
-            serve(engines[who], heap(learned, 8 if options.quick else 30, seed=300 + i), False)
+            serve(engines[who], heap(taught, 8 if few else 30, seed=300 + i))
             logs += engines[who].log
     costs = StepCosts.fit(logs)
     for one in runs:
         one.predict(costs)
-    tell(report, case, runs, costs, capacity[predicted])
-    speed(report, case, costs, LOADS[-1] * capacity[predicted], options.quick)
+    tell(report, case, runs, costs, rates[1])
+    rate = LOADS[-1] * rates[1]
+    speed(report, case, costs, asked(rate, 50 / rate if few else 1200, seed=400))
     return report
 
 
 # ---------------------------------------------------------------- the traces
-def learned(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    return poisson(rate, seconds, lognormal((90, 140), (25, 35), LONGEST), seed)
+def learned(rate: float, seconds: float, seed: int = 0, longest: int = LONGEST) -> list[Arrival]:
+    return poisson(rate, seconds, lognormal((90, 140), (25, 35), longest), seed)
 
 
-def predicted(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    arrivals = azure_like(
-        "conversation", max(1, round(rate * seconds)) / rate, seed, rate=rate, scale=0.15, longest=LONGEST
-    )
+def predicted(rate: float, seconds: float, seed: int = 0, longest: int = LONGEST) -> list[Arrival]:
+    arrivals = azure_like("conversation", seconds, seed, rate=rate, scale=0.15, longest=longest)
     return with_priorities(arrivals, {0: 0.3, 1: 0.7}, seed)
 
 
@@ -97,7 +100,7 @@ def engine(model, policy: type[Scheduler]) -> LLM:
     return LLM(model, page_size=PAGE, policy=policy, prefix_caching=False, log_length=1_000_000, **limits)
 
 
-def serve(llm: LLM, arrivals: Sequence[Arrival], urgent_first: bool) -> list[Timeline]:
+def serve(llm: LLM, arrivals: Sequence[Arrival], urgent_first: bool = False) -> list[Timeline]:
     """Open loop: each request is added when it is due, however the others are. Its steps are llm.log afterwards."""
     vocab, ids = llm.model.config.vocab_size, random.Random(0)
     prompts = [[ids.randrange(vocab) for _ in range(a.prompt_tokens)] for a in arrivals]
@@ -126,10 +129,9 @@ def serve(llm: LLM, arrivals: Sequence[Arrival], urgent_first: bool) -> list[Tim
     return timelines
 
 
-def saturated(llm: LLM, mix: Callable, quick: bool) -> float:
-    """Requests per second when there are always more."""
-    requests = heap(mix, 8 if quick else 50, seed=1)
-    return len(requests) / duration(serve(llm, requests, False))
+def saturated(llm: LLM, requests: Sequence[Arrival]) -> float:
+    """Requests per second when they are all there."""
+    return len(requests) / duration(serve(llm, requests))
 
 
 def duration(timelines: Sequence[Timeline]) -> float:
@@ -192,9 +194,8 @@ def tell(report: Report, case: str, runs: list["Run"], costs: StepCosts, capacit
             report.add(row)
         rank(report, at, those)
     errors = [abs(e) for run in runs for e in costs.errors(run.log)]
-    note = "; ".join(" ".join(line.split()) for line in costs.table().splitlines())
-    report.add(Row(f"{case}: accuracy of a held-out step's seconds, median", "share", [1 - median(errors)], 1.0,
-                   note=note))  # fmt: skip
+    case = f"{case}: {FITTED}"
+    report.add(Row(case, "share", [1 - median(errors)], 1.0, note=written(costs)))
 
 
 def rank(report: Report, at: str, runs: list["Run"]) -> None:
@@ -221,9 +222,9 @@ def rank(report: Report, at: str, runs: list["Run"]) -> None:
     report.add(Row(f"{at}: policies in the same order", "share", [share], 1.0, 1.0, note))
 
 
-def speed(report: Report, case: str, costs: StepCosts, rate: float, quick: bool) -> None:
+def speed(report: Report, case: str, costs: StepCosts, arrivals: Sequence[Arrival]) -> None:
     """A longer day at the highest load, because a trace is over before a clock notices."""
-    arrivals, samples = predicted(rate, 20 if quick else 1200), []
+    samples = []
     for _ in range(5):
         start = time.perf_counter()
         timelines = simulate(arrivals, costs, partial(scheduler, Scheduler))

@@ -74,6 +74,7 @@ FEATURES = (
     "step with a chunk", "token, the first 32", "token, the next 96", "token, later ones", "chunk",
     "pair in a chunk", "position read by a chunk",
 )  # fmt: skip
+BETWEEN = "between two steps"
 NO_SINGLES = (0,) * (len(STAIRS) + 2)
 
 
@@ -132,7 +133,7 @@ class StepCosts:
 
     def table(self) -> str:
         """The coefficients that are not zero."""
-        named = [*zip(FEATURES, self.coefficients), ("between two steps", self.between)]
+        named = [*zip(FEATURES, self.coefficients), (BETWEEN, self.between)]
         return "\n".join(f"{name:<32}{cost * 1e6:>12,.3f} µs" for name, cost in named if cost)
 
 
