@@ -6,9 +6,10 @@ import pytest
 import torch
 from conftest import FAMILIES
 
+from minserve import prefill_decode
 from minserve.config import ModelConfig
 from minserve.kv_cache import KVCache
-from minserve.prefill_decode import generate, generate_without_cache, prefill
+from minserve.prefill_decode import generate, generate_without_cache, prefill, prompt_logprobs
 from minserve.request import SamplingParams
 from minserve.weights import load
 
@@ -199,3 +200,18 @@ def test_runs_in_bf16_on_a_cpu(checkpoints):
     model = load(checkpoints("qwen3"), torch.bfloat16)
     assert isinstance(model.config, ModelConfig)
     assert len(run(generate(model, PROMPT, SamplingParams(max_tokens=8, temperature=1.0, seed=0)))[0]) == 8
+
+
+@pytest.mark.parametrize("family", ["llama-3", "qwen2-window"])
+@pytest.mark.parametrize("scored", [1, 3, 256])
+def test_a_prompts_logprobs_are_those_of_its_prefixes(checkpoints, monkeypatch, family, scored):
+    """Whatever number of rows is scored at once."""
+    model = load(checkpoints(family))
+    monkeypatch.setattr(prefill_decode, "SCORED", scored)
+    first, *found = prompt_logprobs(model, PROMPT, 2)
+    assert first is None and [its.token for its in found] == PROMPT[1:]
+    for i, its in enumerate(found, 1):
+        right = prefill(model, PROMPT[:i], KVCache(model.config, i)).log_softmax(-1)
+        assert its.logprob == pytest.approx(float(right[PROMPT[i]]), abs=1e-4)
+        assert [t for t, _ in its.top[:2]] == right.topk(2).indices.tolist()
+    assert prompt_logprobs(model, PROMPT[:1], 2) == [None]
