@@ -123,7 +123,7 @@ def days(report: Report, costs: StepCosts, slo, quick: bool) -> None:
 def overload(report: Report, costs: StepCosts, quick: bool) -> None:
     seconds = 100 / full_rate(costs) if quick else 120.0
     for name, ageing in AGEING.items():
-        runs = [overloaded(costs, ageing, seed=seed, **length) for seed in SEEDS]
+        runs = [overloaded(costs, ageing, seconds=seconds, seed=seed) for seed in SEEDS]
         for who in ("urgent", "others"):
             for q in ("mean", "p99"):
                 report.add(Row(f"overload, {name}, {who}: TTFT {q}", "s", [run[who][q] for run in runs]))
