@@ -282,7 +282,7 @@ WRONG = {
         "the bound is what was measured": ("(token.bound, rate.bound)", "(token.median, rate.median)"),
         "the batch is not written": ("            str(batch), at,", "            '-', at,"),
         "the bound is cut off": ("[*points.values(), *(bound or {}).values()]", "list(points.values())"),
-        "few and many exchanged": ("(few, (fast, low)), (many, (slow, high))", "(many, (slow, high)), (few, (fast, low))"),
+        "few and many exchanged": ("{high / low:.1f}x", "{low / high:.1f}x"),
         "one load twice": ('rate: "open"', 'rate: "closed"'),
         "the title of the other load": ("list(lines.items())[-1]", "list(lines.items())[0]"),
         "the last is the least": ("min(its), min(its, key=its.get)", "min(its), max(its)"),

@@ -20,6 +20,7 @@ from minserve.bench import (
     decode,
     decode_attention,
     decode_quant,
+    disaggregated,
     fleet_sim,
     gemv,
     goodput,

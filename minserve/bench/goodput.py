@@ -52,7 +52,7 @@ BUDGET, TARGET = 570.0, 1.5
 
 
 def run(options: Options) -> Report:
-    options = replace(options, seconds=options.seconds or (8.0 if options.quick else BUDGET))
+    options = replace(options, seconds=options.seconds or (2.0 if options.quick else BUDGET))
     report, model = options.report(), load(chosen(options)[0], options.dtype)
     report.where += f", {label(options.model)} in {options.dtype_name}"
     size = (QUICK, EVERY, 0.2) if options.quick else (REAL, REQUESTS, SECONDS)
