@@ -1,0 +1,89 @@
+"""Prefill and decode in two engines: what the link between them adds to the time to first token.
+
+    transfer    from the first token until the prompt's keys and values are on the other side
+                bound = bytes / bandwidth + latency for each message, less what can be hidden behind the prompt: nothing
+                of a whole transfer; of one layer by layer as much as the prompt took (lab/disaggregation.py)
+    links       chosen so that the whole transfer takes a quarter of the prompt's time, as long, and twice as long
+    copies      an unlimited link: copying pages out, through the host's memory, and in. No bound is claimed
+Work        one request of 512 tokens in chunks of 256, greedy; both engines in this process, the sender a thread of it
+Story       notebooks/14_the_fleet.ipynb
+"""
+
+from statistics import median
+
+from minserve.bench.common import Options, chosen, label, load, random_prompt
+from minserve.bench.workload import PAGE
+from minserve.cluster.connector import MODES
+from minserve.cluster.link import Link
+from minserve.lab.disaggregation import Halves, HandOver
+from minserve.lab.measure import in_turn
+from minserve.lab.report import Report, Row, quantity
+from minserve.request import SamplingParams
+
+SLOWER = (0.25, 1.0, 2.0)  # the whole transfer, in prompts' times
+LATENCY = 1e-3  # seconds
+ASK = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+def run(options: Options) -> Report:
+    report = options.report()
+    model = load(chosen(options)[0], options.dtype)
+    length, budget = (48, 32) if options.quick else (512, 256)
+    prompt = random_prompt(model.config, length)
+    case = f"{label(options.model)} {options.dtype_name}, prompt of {length}"
+    shape = dict(page_size=PAGE, num_pages=2 * length // PAGE + 4, token_budget=budget)
+    with Halves(model, "whole", **shape) as fast:
+        free = [fast.hand_over(prompt, ASK) for _ in range(options.repeats if options.quick else 5)][1:]
+    report.add(Row(f"{case}: prefill", "s", [its.prefill for its in free]))
+    size = quantity(free[0].num_bytes, "B")
+    report.add(Row(f"{case}: transfer of {size}, no limit", "s", [its.transfer for its in free]))
+    report.add(Row(f"{case}: first step of the decoding engine", "s", [its.decode for its in free]))
+    for slower in SLOWER:
+        seconds = slower * median(its.prefill for its in free)
+        link = Link(float(f"{free[0].num_bytes / seconds:.2g}"), LATENCY)
+        limited(
+            report,
+            options,
+            model,
+            prompt,
+            f"{case}: transfer at {quantity(link.bandwidth, 'B/s')}",
+            link,
+            shape,
+        )
+    return report
+
+
+def limited(report: Report, options: Options, model, prompt, case: str, link: Link, shape: dict) -> None:
+    """Whole and layer by layer over one link, alternately."""
+    seen: dict[str, list[HandOver]] = {mode: [] for mode in MODES}
+    halves = {mode: Halves(model, mode, link, **shape) for mode in MODES}
+
+    def side(mode):
+        def once():
+            seen[mode].append(halves[mode].hand_over(prompt, ASK))
+            return seen[mode][-1].transfer
+
+        return once
+
+    sides = {mode: side(mode) for mode in MODES}
+    try:
+        samples = in_turn(
+            sides, repeats=options.repeats, at_most=options.at_most / len(SLOWER), each=options.progress(case)
+        )
+    finally:
+        for its in halves.values():
+            its.__exit__()
+    for mode, target in zip(MODES, (0.9, 0.7)):
+        counted = seen[mode][-len(samples[mode]) :]
+        bound = median(its.bound(mode, link) for its in counted)
+        note = (
+            f"{counted[0].messages} messages; time to first token {median(its.ttft for its in counted):.3g} s"
+        )
+        hidden = (
+            dict(note=f"{note}; all of it can be hidden")
+            if not bound
+            else dict(note=note, bound=bound, target=target)
+        )
+        report.add(Row(f"{case}, {mode}", "s", samples[mode], **hidden))
+    ratios = [a / b for a, b in zip(samples["whole"], samples["layer"])]
+    report.add(Row(f"{case}, whole / layer", "x", ratios, 1.0))

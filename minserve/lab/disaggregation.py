@@ -1,0 +1,146 @@
+"""What a hand-over costs: two engines of one process with a link between them, and where the time goes.
+
+    prefill      until the prompt's last keys and values are computed
+    transfer     from then until all of them are on the other side, and the first token is known: what the link adds
+    decode       until the second token, the first that the other engine makes
+
+Bounds of the transfer, for messages of t_i = latency + bytes_i / bandwidth seconds each
+    whole        t: one message, and nothing to hide it behind
+    layer        sum of t_i - prefill, or nothing: at best the link is busy from the prompt's first moment on, and even
+                 the last layer's keys and values leave before its own attention, the head and the draw
+
+Story        notebooks/14_the_fleet.ipynb
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from minserve.cluster.connector import MODES
+from minserve.cluster.inbox import InProcess
+from minserve.cluster.link import Link
+from minserve.engine import Engine
+from minserve.lab.figures import BOUND, LINES, MEASURED
+from minserve.lab.layout import plain
+from minserve.lab.report import quantity
+from minserve.request import SamplingParams
+
+LEASE = 600.0  # seconds: nothing is given up here
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """One request, handed over. Seconds."""
+
+    prefill: float
+    transfer: float
+    decode: float
+    num_bytes: int
+    messages: int
+    tokens: list[int]
+
+    @property
+    def ttft(self) -> float:
+        return self.prefill + self.transfer
+
+    def bound(self, mode: str, link: Link) -> float:
+        """What the transfer takes at least; see above."""
+        seconds = link.predicted_seconds(self.num_bytes, self.messages)
+        return seconds if mode == "whole" else max(0.0, seconds - self.prefill)
+
+
+class Halves:
+    """An engine for prompts, one for answers, and a link. `with` it: its thread ends with the block."""
+
+    def __init__(self, model, mode: str = "whole", link: Link | None = None, **options):
+        """`options`: of both engines. Their prefix index is off, so that each request is the first."""
+        self.mode, self.link = mode, link or Link()
+        ends = InProcess.pair(mode=mode, link=self.link, lease=LEASE)
+        usual = dict(max_running=1, prefix_caching=False) | options
+        self.first, self.second = (Engine(model, connector=end, **usual) for end in ends)
+        self._keys, self._computed = itertools.count(), 0.0
+        save = ends[0].wait_for_save
+
+        def wait_for_save(batch):
+            self._computed = time.perf_counter()
+            save(batch)
+
+        ends[0].wait_for_save = wait_for_save
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.first.connector.close()
+
+    def hand_over(self, prompt: list[int], params: SamplingParams) -> HandOver:
+        """Ask for at least two tokens: the second is the decoding engine's first."""
+        key, connector = str(next(self._keys)), self.first.connector
+        start = time.perf_counter()
+        (begun,) = self.first.add(prompt, replace(params, max_tokens=1), key=key)
+        _finish(self.first)
+        said = connector.request_finished(begun.request)
+        arrival = self.second.connector.start_load_kv(key, prompt)
+        if not arrival.wait():
+            raise RuntimeError(f"the keys and values of {len(prompt):,} tokens did not arrive in {LEASE:g} s")
+        arrived = time.perf_counter()
+        (output,) = self.second.add(prompt, params, kv=arrival, made=said["token_ids"])
+        self.second.step()
+        decoded = time.perf_counter()
+        _finish(self.second)
+        phases = self._computed - start, arrived - self._computed, decoded - arrived
+        parts = arrival.parts
+        return HandOver(*phases, sum(part.nbytes for part in parts), len(parts), output.tokens)
+
+
+def _finish(engine: Engine) -> None:
+    while engine.outputs:
+        engine.step()
+
+
+def measure_transfer(
+    model,
+    prompt: list[int],
+    links: Sequence[Link],
+    modes: Sequence[str] = MODES,
+    repeats: int = 3,
+    **options,
+) -> list[dict]:
+    """One row for each link and mode: medians of prefill, transfer, decode, ttft, and the transfer's bound."""
+    rows = []
+    for link, mode in itertools.product(links, modes):
+        with Halves(model, mode, link, **options) as halves:
+            ask = SamplingParams(max_tokens=2, ignore_eos=True)
+            times = [halves.hand_over(prompt, ask) for _ in range(repeats + 1)][1:]  # the first warms up
+        phases = {name: median(getattr(t, name) for t in times) for name in ("prefill", "transfer", "decode")}
+        row = dict(mode=mode, bandwidth=link.bandwidth, latency=link.latency, **phases)
+        row |= dict(ttft=median(t.ttft for t in times), bound=median(t.bound(mode, link) for t in times))
+        rows.append(row | dict(bytes=times[0].num_bytes, messages=times[0].messages))
+    return rows
+
+
+# ---------------------------------------------------------------- drawn
+def transfers(ax, rows: Sequence[dict]):
+    """Bars of the time to first token: the prompt, then what the link adds. The tick is the link's bound."""
+    for y, row in enumerate(rows):
+        ax.barh(y, row["prefill"], color=MEASURED, height=0.6, label="prefill" if not y else None)
+        ax.barh(y, row["transfer"], left=row["prefill"], color=LINES[1][0], height=0.6, hatch="//",
+                edgecolor="white", label="transfer, not hidden" if not y else None)  # fmt: skip
+        at = row["prefill"] + row["bound"]
+        ax.plot([at, at], [y - 0.38, y + 0.38], color=BOUND, linewidth=2, label="bound" if not y else None)
+    names = [f"{quantity(row['bandwidth'], 'B/s')}, {row['mode']}" for row in rows]
+    ax.set_yticks(range(len(rows)), names, fontsize=9)
+    ax.invert_yaxis()
+    ax.set_xlabel("seconds until the first token is on the other side", fontsize=9)
+    ax.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98))
+    return plain(ax)
+
+
+def finding(rows: Sequence[dict]) -> str:
+    """Of the slowest link: what layers save."""
+    slow = min(row["bandwidth"] for row in rows)
+    by_mode = {row["mode"]: row for row in rows if row["bandwidth"] == slow}
+    share = 1 - by_mode["layer"]["transfer"] / by_mode["whole"]["transfer"]
+    return f"at {quantity(slow, 'B/s')}, layer by layer hides {share:.0%} of the transfer behind the prompt"
