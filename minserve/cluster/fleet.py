@@ -56,6 +56,7 @@ class Fleet:
         self.leaving: set[asyncio.Task] = set()
         self.target = scaler.config.min_replicas
         self.history: list[Round] = []
+        self.cold_starts: list[float] = []  # seconds
         self._began = time.monotonic()
         self._failures, self._failed, self._not_before = 0, 0.0, 0.0
         local.on_crash = self._crashed
@@ -119,6 +120,7 @@ class Fleet:
             self._failure(str(error))
         else:
             self.running.append(replica)
+            self.cold_starts.append(replica.cold_start)
             self.router.pool.add(replica.url)
             self.say(f"{replica.url} answers after {replica.cold_start:.1f} s")
         finally:
