@@ -78,7 +78,10 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token: (e2e - TTFT) / (n - 1), the mean gap. Undefined for fewer than 2 tokens."""
+        """Time per output token: (e2e - TTFT) / (n - 1), the mean gap. Undefined for fewer than 2 tokens.
+
+        Tokens before the first text, such as half a character, count in n and not in the time: rare, everybody's rule.
+        """
         if len(self.tokens) < 2 or self.first is None:
             return None
         return (self._last - self.first) / (len(self.tokens) - 1)
@@ -106,7 +109,8 @@ class Timeline:
 
     @property
     def _last(self) -> float | None:
-        return self.tokens[-1] if self.tokens else None
+        """The last token; or the first text, where all of it was held back until after that."""
+        return max(self.tokens[-1], self.first or self.tokens[-1]) if self.tokens else None
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

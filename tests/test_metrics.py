@@ -45,6 +45,14 @@ def test_the_first_token_is_the_first_with_text():
     assert (t.ttft, t.e2e, t.itl, t.tpot) == (1.5, 2.5, [0.5, 1.0], 0.5)
 
 
+def test_text_that_comes_behind_its_last_token():
+    t = metrics.Timeline(0.0)
+    t.told(1.0, 2, "")
+    t.told(1.5, 0, "ab")  # held back, as the beginning of a stop string that never came
+    t.ended(1.5, "length")
+    assert (t.ttft, t.e2e, t.tpot, t.itl, t.decode_time) == (1.5, 1.5, 0.0, [0.0], 0.0)
+
+
 def test_times_count_from_arrival_and_phases_from_each_other():
     t = line(14.0, 15.0, 18.0, arrival=10.0, queued=11.0, started=13.0)
     assert (t.ttft, t.e2e, t.tpot) == (4.0, 8.0, 2.0)
@@ -285,6 +293,7 @@ WRONG = [  # (what is wrong, the right text, the wrong one)
     ("TTFT of a token without text", "if text and self.first is None:", "if self.first is None:"),
     ("TTFT of the last text", "if text and self.first is None:", "if text:"),
     ("e2e includes the closing message", "_between(self.arrival, self._last)", "_between(self.arrival, self.finished)"),
+    ("e2e ends before TTFT", "max(self.tokens[-1], self.first or self.tokens[-1]) if", "self.tokens[-1] if"),
     ("TPOT over n", "/ (len(self.tokens) - 1)", "/ len(self.tokens)"),
     ("TPOT with the first token's time", "(self._last - self.first) /", "(self._last - self.arrival) /"),
     ("TPOT of one token", "if len(self.tokens) < 2 or self.first is None:\n            return None",

@@ -1,12 +1,16 @@
-"""What Prometheus is told of a real engine: chunked prefill, preemption and aborts count as what they are."""
+"""What Prometheus is told of a real engine, and what a client measures of a real server: they count the same things."""
 
+import argparse
 import asyncio
+import json
+import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving_world import PATIENCE, tiny_engine, tiny_folder
+from serving_world import PATIENCE, serve_in_thread, tiny_engine, tiny_folder
 
 from minserve.async_engine import AsyncEngine
+from minserve.lab import load
 from minserve.metrics import Exporter
 from minserve.request import SamplingParams
 
@@ -17,9 +21,13 @@ def folder(tmp_path_factory):
 
 
 def scrape(exporter) -> dict[str, float]:
+    return parsed(exporter.render().decode())
+
+
+def parsed(text: str) -> dict[str, float]:
     """{name, or name[reason]: value}, without buckets."""
     found = {}
-    for family in text_string_to_metric_families(exporter.render().decode()):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "le" not in sample.labels:
                 reason = sample.labels.get("finished_reason")
@@ -101,3 +109,38 @@ def test_the_times_of_an_answer_are_in_order(folder):
         assert times == sorted(times) and len(t.tokens) == 6 == len(output.tokens)
         assert t.prompt_tokens == len(output.request.prompt) and t.first in t.tokens
         assert t.queue_time + t.prefill_time + t.decode_time == pytest.approx(t.e2e - (t.queued - t.arrival))
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_client_and_server_count_the_same(folder, endpoint, tmp_path, capsys):
+    """First too many at once for a queue of two, so some are refused; then the same two by two, now from the cache."""
+    parser = argparse.ArgumentParser()
+    load.add_arguments(parser)
+    words = "--rate 500 --requests 24 --workload shared-prefix --scale 0.125 --timeout 60".split()
+    with serve_in_thread(tiny_engine(folder, max_waiting=2)) as server:
+
+        def run(*more):
+            numbers = tmp_path / "run.json"
+            args = [server.url, *words, *more, "--endpoint", endpoint, "--json", str(numbers)]
+            assert load.main(parser.parse_args(args)) == 0
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE) as answer:
+                return json.loads(numbers.read_text())["requests"], parsed(answer.read().decode())
+
+        crowd, told = run()
+        pairs, after = run("--closed", "2")
+    good = [request for request in crowd if request["reason"] == "length"]
+    assert 0 < len(good) <= 24 and {r["reason"] for r in crowd} <= {"length", "refused"}
+    asked = 2  # how many tokens does a word have? One token for each answer
+    assert told["request_success_total[length]"] == len(good) + asked
+    assert told["generation_tokens_total"] == sum(len(r["tokens"]) for r in good) + asked
+    assert {len(r["tokens"]) for r in good} == {4} and all(40 < r["prompt_tokens"] < 110 for r in good)
+    for request in good:
+        times = [request["due"], request["sent"], *request["tokens"], request["ended"]]
+        assert times == sorted(times) and request["first"] in times[2:], (
+            "the first text may come behind a token"
+        )
+    assert {r["reason"] for r in pairs} == {"length"}, "two users never meet a full queue"
+    assert after["request_success_total[length]"] == len(good) + 24 + 2 * asked
+    cached = sum(r["cached_tokens"] for r in pairs)
+    assert 0 < cached <= after["prefix_cache_hits_total"] - told["prefix_cache_hits_total"]
+    assert after["prefix_cache_hits_total"] < after["prefix_cache_queries_total"]

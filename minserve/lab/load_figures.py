@@ -57,7 +57,7 @@ def bars(ax, requests: Sequence[dict]):
         ax.hlines(y, r["due"], r["sent"], color=WAIT, linewidth=wide * 0.5, linestyle=(0, (1, 1)), **line)
         ax.hlines(y, r["sent"], first, color=PREFILL, linewidth=wide * 0.5, **line)
         if r["tokens"]:
-            ax.hlines(y, first, r["tokens"][-1], color=DECODE, linewidth=wide, **line)
+            ax.hlines(y, first, max(first, r["tokens"][-1]), color=DECODE, linewidth=wide, **line)
         if r["reason"] not in OK:
             ax.plot(r["ended"], y, marker="x", color=FAILED, markersize=5, zorder=3)
     looks = [
@@ -98,7 +98,7 @@ def spread(ax, requests: Sequence[dict]):
     many = [r for r in first if len(r["tokens"]) > 1]
     values = {
         "TTFT": [r["first"] - r["due"] for r in first],
-        "TPOT": [(r["tokens"][-1] - r["first"]) / (len(r["tokens"]) - 1) for r in many],
+        "TPOT": [max(0.0, r["tokens"][-1] - r["first"]) / (len(r["tokens"]) - 1) for r in many],
         "ITL": [b - a for r in good for a, b in pairwise(r["tokens"])],
     }
     shown = [x for its in values.values() for x in its if x > 0]
