@@ -200,7 +200,7 @@ def check_traces(m):
     }
     drawn = [[lengths(rng) for _ in range(12)] for lengths, rng in
              ((m.chats_with(sizes, first), Random(1)) for first in (0, 5))]  # fmt: skip
-    assert drawn[0][6:] == drawn[1][6:] and drawn[0][0] == drawn[1][5] == (96, 2), "chats stay as they are"
+    assert drawn[0][1:5] == drawn[1][1:5] and drawn[0][0] == drawn[1][5] == (96, 2), "chats stay as they are"
     alike = m.shared(sizes)(2.0, 100, 1)
     assert {a.prefix for a in alike} == {0, 1, 2, 3} and {a.prefix_tokens for a in alike} == {64}
     assert max(a.prompt_tokens for a in alike) == 72 and max(a.output_tokens for a in alike) == 4
@@ -454,7 +454,7 @@ def check_overload(m, monkeypatch):
     row = lambda who, policy, slo="strict": bench.report.row(f"classes, {slo}, {who}: {policy}")
     urgent, before = row("urgent", "two priorities"), row("urgent", "one queue")
     others = row("others", "two priorities")
-    assert 0.15 < urgent.bound / (urgent.bound + others.bound) < 0.35
+    assert 0.15 < urgent.bound / (urgent.bound + others.bound) < 0.45
     assert urgent.ratio > 3 * before.ratio and row("urgent", "two priorities", "loose").ratio > 0.9
     others, more = row("others", "two priorities", "loose"), row("others", "one queue", "loose")
     assert others.median < more.median, "and the others pay"
