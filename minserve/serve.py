@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
     def __init__(self, config, serving: AsyncEngine, name: str, drain_seconds: float):
         super().__init__(config)
         self.serving, self.name, self.drain_seconds = serving, name, drain_seconds
-        self.loop = self.draining = None
+        self.loop = self.draining = self.hurry = None
 
     async def startup(self, sockets=None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -150,10 +150,10 @@ class Server(uvicorn.Server):
             self.loop.call_soon_threadsafe(self.leave)
 
     def leave(self) -> None:
-        if self.draining:
-            self.should_exit = self.force_exit = True
-        else:
+        if self.draining is None:
             self.draining = asyncio.create_task(self.drain())
+        else:
+            self.hurry = asyncio.create_task(self.serving.close())
 
     async def drain(self) -> None:
         await self.serving.drain(self.drain_seconds)

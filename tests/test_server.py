@@ -616,6 +616,35 @@ def test_the_command(folder):
         assert said.usage.completion_tokens <= 4
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(60) == 0
+
+
+def _draining(served) -> bool:
+    """Also when it is over already: then nobody answers."""
+    try:
+        return get(served.url, "/stats").json["draining"]
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait(tmp_path):
+    """The answer under way would take seconds; the first signal alone would wait for it."""
+    folder = tiny_folder(tmp_path / "long", context=8192)
+    arguments = ("--num-pages", "1000", "--drain-seconds", "600")
+    with serve_process(folder, *arguments) as served, Wire(served.url) as wire:
+        wire.post(CHAT, dict(messages=MESSAGES, stream=True, max_tokens=8000, ignore_eos=True))
+        events = wire.events()
+        next(events)
+        for _ in range(2):
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: _draining(served), "the drain to begin")
+        last = [event for event in events][-1]
+        assert "shutting down" in json.loads(last)["error"]["message"]
+        assert served.process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_the_command_says_what_is_wrong(folder):
     missing = subprocess.run(
         [sys.executable, "-m", "minserve", "serve", "--model", str(folder / "nothing")],
         capture_output=True, text=True, timeout=120,
