@@ -1,0 +1,152 @@
+"""The tests of a server's faults can fail: each wrong server below, put in its place, turns one of them red."""
+
+import importlib
+import shutil
+from functools import partial
+from pathlib import Path
+
+import fault_world
+import pytest
+import serving_world
+import test_server_faults as faults
+import test_server_fuzz as fuzz
+from serving_world import tiny_folder
+from wrong_versions import wrong_version
+
+import minserve
+from minserve import server
+from minserve.server import front
+
+KINDS = AssertionError, ConnectionError, TimeoutError, KeyError, ValueError, pytest.fail.Exception
+CHECKS = {
+    "body": faults.check_leaves_before_its_body,
+    "door": faults.check_leaves_at_the_door,
+    "queue": faults.check_leaves_the_queue,
+    "whole": partial(faults.check_leaves_the_queue, stream=False),
+    "prefill": faults.check_leaves_in_its_prefill,
+    "stream": faults.check_leaves_while_it_streams,
+    "n": partial(faults.check_leaves_while_it_streams, n=3),
+    "done": faults.check_leaves_before_done,
+    "slow": faults.check_slow_reader,
+    "stalled": faults.check_stalled_reader,
+    "sender": faults.check_slow_sender,
+    "burst": partial(faults.check_burst, number=40),
+    "full": faults.check_full_queue,
+    "one": faults.check_one_request_fails,
+    "sampler": partial(faults.check_one_request_fails, break_it=faults.faulty_sampler),
+    "breaks": faults.check_engine_breaks,
+    "close": partial(faults.check_engine_breaks, close_fails=True),
+    "told": faults.check_answer_cannot_be_told,
+    "fuzz": partial(fuzz.check_fuzz, numbers=range(210)),
+    "raw": fuzz.check_raw,
+    "upgrade": fuzz.test_an_upgrade_that_is_offered_and_not_taken_leaves_the_body_alone,
+}
+WRONG = [  # module, right, wrong, who must notice
+    ("server.wire", "self.stream_response(patient), left(receive))", "self.stream_response(patient))", "stream"),
+    ("server.wire", "self.stream_response(patient), left(receive))", "self.stream_response(patient))", "queue"),
+    ("server.wire", "first_of(work, left(request.receive))", "first_of(work, asyncio.sleep(99))", "whole"),
+    ("server.wire", "        for task in tasks:\n            task.cancel()\n", "", "n"),
+    ("server.wire", "async with asyncio.timeout(self.patience):", "if True:", "stalled"),
+    ("server.wire", "            await cut(receive)\n", "", "stalled"),
+    ("server.wire", "async with asyncio.timeout(limits.body_seconds):", "if True:", "sender"),
+    ("server.wire", 'if kind != "application/json":', "if False:", "fuzz"),
+    ("server.wire", "if len(raw) > limits.body_bytes:", "if False:", "fuzz"),
+    ("server.wire", "ensure_ascii=False, allow_nan=False", "ensure_ascii=True, indent=1", "burst"),
+    ("server.wire", 'http="h11", ws="none"', 'http="h11"', "upgrade"),
+    ("server.front", "429 if isinstance(error, QueueFull) else 503", "503", "full"),
+    ("server.front", ", Retry_After=str(self.views.live.patience)", "", "full"),
+    ("server.front", "(QueueFull, NotServing) as error", "NotServing as error", "full"),
+    ("server.front", 'if reason == "error" or output.error:', "if False:", "one"),
+    ("server.front", "        for output in stream.outputs:\n            check_ended(output, stream)\n", "",
+     "sampler"),
+    ("server.front", "                if not fine:\n                    check_ended(output, stream)\n", "",
+     "breaks"),
+    ("server.front", "except Exception as error:  # a fault of ours", "except KeyError as error:  # a fault", "told"),
+    ("server.front", 'yield b"data: [DONE]\\n\\n"', "pass", "burst"),
+    ("server.front", 'if reason == "abort" and stream.lagged:', "if False:", "slow"),
+    ("server.front", 'given.strip().encode("latin-1")', "given.strip()", "fuzz"),
+    ("server.live", "200 if self.serving.healthy and not self.serving.draining else 503", "200", "breaks"),
+    ("server.live", "healthy=serving.healthy", "healthy=True", "breaks"),
+    ("protocol", "except ValidationError as error:", "except KeyError as error:", "fuzz"),
+    ("async_engine", "self.engine.abort(stream.outputs)", "self.engine.abort(stream.outputs[:1])", "n"),
+    ("async_engine", "self.engine.abort(stream.outputs)", "[]", "prefill"),
+    ("async_engine", "self._do(lambda: self._tell(self.engine.abort(stream.outputs)))",
+     "self._do(lambda: self.engine.abort(stream.outputs))", "stream"),
+    ("async_engine", "if stream.unread > self.backlog and not stream.lagged:", "if False:", "slow"),
+    ("async_engine", "                stream.lagged = True\n", "", "slow"),
+    ("async_engine", "        self._fresh.pop(output.request.id, None)\n", "", "queue"),
+    ("async_engine", "            self.error = error\n", "            pass\n", "breaks"),
+    ("async_engine", "output.error = output.error or self.error", "pass", "breaks"),
+    ("async_engine", "            self._closed = True\n            await self._clear()\n            self._end_all()\n",
+     "            self._closed = True\n", "breaks"),
+    ("async_engine", 'stream.put(output, "", True)', "pass", "close"),
+    ("async_engine", "        if not self.healthy:\n", "        if False:\n", "breaks"),
+    ("async_engine", "except Exception as refused:", "except ValueError as refused:", "full"),
+    ("async_engine", "        self._between.append((operation, done))\n        self._wake.set()\n",
+     "        self._between.append((operation, done))\n", "burst"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("wrong") / "tiny", context=8192)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module, right, wrong, check", WRONG, ids=[f"{w[3]}: {w[1].strip()[:40]}" for w in WRONG]
+)
+def test_a_wrong_server_is_noticed(monkeypatch, folder, module, right, wrong, check):
+    made = wrong_version(importlib.import_module(f"minserve.{module}"), right, wrong)
+    places = [server, front, serving_world, importlib.import_module("minserve.server.live"), fuzz]
+    for name, value in vars(made).items():
+        for place in places:
+            if (
+                not name.startswith("__")
+                and getattr(value, "__module__", "") == made.__name__
+                or name == "HTTP"
+            ):
+                if hasattr(place, name):
+                    monkeypatch.setattr(place, name, value)
+    impatient(monkeypatch)
+    with pytest.raises(KINDS):
+        CHECKS[check](folder)
+
+
+def impatient(monkeypatch):
+    monkeypatch.setattr(fault_world, "SECONDS", 3)
+    monkeypatch.setattr(serving_world, "PATIENCE", 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_right_server_passes(monkeypatch, folder, check):
+    """As impatient as the tests above: it is not for want of time that they fail."""
+    impatient(monkeypatch)
+    CHECKS[check](folder)
+
+
+# ---------------------------------------------------------------- a process
+WRONG_ENDS = [  # of the command itself; right, wrong, what must notice
+    ("            self.draining = asyncio.create_task(self.drain())", "            self.should_exit = True",
+     faults.check_drains),
+    ("self.serving.drain(self.drain_seconds)", "self.serving.drain(1e9)",
+     partial(faults.check_deadline, 15, drain="0.2")),
+    ("            self.hurry = asyncio.create_task(self.serving.close())", "            pass",
+     partial(faults.check_deadline, 15, 15, drain="600")),
+    ("    return 0 if server.started else 1", "    return 1", faults.check_drains),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right, wrong, check", WRONG_ENDS, ids=[w[1].strip()[:40] for w in WRONG_ENDS])
+def test_a_wrong_end_is_noticed(monkeypatch, tmp_path, folder, right, wrong, check):
+    copy = tmp_path / "minserve"
+    shutil.copytree(Path(minserve.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / "serve.py").read_text()
+    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in serve.py"
+    (copy / "serve.py").write_text(source.replace(right, wrong))
+    monkeypatch.chdir(tmp_path)  # where `python -m minserve` looks first
+    monkeypatch.setattr(fault_world, "SECONDS", 12)
+    with pytest.raises((*KINDS, faults.Expired)):
+        check(folder)
