@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from minserve.request import MOST_LOGPROBS, SamplingParams
 
 MOST_STOPS = 16
+DIFFERENT = {"max_tokens", "logprobs"}  # fields that mean one thing here and another in SamplingParams
 COMPLETION_TOKENS = 16  # what a completion gets that does not say how much it wants
 
 
@@ -105,10 +106,7 @@ class Sampling(Body):
 
     def params(self, **changes) -> SamplingParams:
         """Raises Refused (400), naming the parameter."""
-        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {
-            "logprobs",
-            "max_tokens",
-        }
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - DIFFERENT
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         limit = 1 if self.only_echo else self.limit
         given = dict(temperature=1.0, max_tokens=limit) | given | dict(logprobs=self.alternatives) | changes
@@ -141,17 +139,14 @@ class Message(BaseModel):
     content: str | list[Part] | None = None
 
     def plain(self, at: int) -> dict[str, str]:
-        parts = (
-            self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
-        )
+        parts = self.content
+        if not isinstance(parts, list):
+            parts = [Part(type="text", text=self.content or "")]
         for part in parts:
             if part.type != "text" or part.text is None:
-                raise Refused(
-                    400,
-                    f"messages[{at}].content has a part of type {part.type!r}; this model reads text only: "
-                    f'{{"type": "text", "text": "..."}}',
-                    f"messages[{at}].content",
-                )
+                where = f"messages[{at}].content"
+                raise Refused(400, f"{where} has a part of type {part.type!r}; this model reads text only: "
+                              f'{{"type": "text", "text": "..."}}', where)  # fmt: skip
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "\n".join(part.text for part in parts)}
 
@@ -217,7 +212,7 @@ def refused(error: ValidationError | ValueError) -> Refused:
         where = errors[0]["loc"]
         same = dict.fromkeys(
             e["msg"] for e in errors if e["loc"][:1] == where[:1]
-        )  # a union has one for each way
+        )  # a union: one for each way
         name = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in where if _is_field(x)).lstrip(".")
         return Refused(400, f"{name or 'the body'}: {', or '.join(list(same)[:4])}", name or None)
     first = re.match(r"\w+", str(error))
