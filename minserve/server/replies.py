@@ -30,6 +30,13 @@ class Pieces:
         """The next tokens. None if nobody asks."""
         return None if self.alternatives is None else self._entries(tokens, logprobs)
 
+    def up_to(self, told: int, output: Output) -> dict | None:
+        """Those tokens of an output that are news. None if nobody asks."""
+        begin, self.told = self.told, max(told, self.told)
+        if self.alternatives is None:
+            return None  # before a long answer is copied for nothing
+        return self._entries(output.tokens[begin:told], output.logprobs[begin:told])
+
 
 class ChatPieces(Pieces):
     def _entries(self, tokens, logprobs):
@@ -112,9 +119,7 @@ class Reply:
             pieces = self.begun[output.index] = self._pieces(output)
             choices += self._opening(output)
         if told > pieces.told or text:
-            logprobs = output.logprobs[pieces.told : told]
-            choices.append(self._piece(text, pieces.add(output.tokens[pieces.told : told], logprobs)))
-            pieces.told = max(told, pieces.told)
+            choices.append(self._piece(text, pieces.up_to(told, output)))
         ends = [None] * len(choices)
         if last:
             choices, ends = [*choices, self._piece("", None, closing=True)], [*ends, output.finish_reason]
