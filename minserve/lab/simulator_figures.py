@@ -115,10 +115,11 @@ def bills(ax, points: Bills) -> None:
         fixed = name.endswith("replicas")
         color, _, marker = LINES[0 if fixed else 1]
         ax.plot(hours, share, color=color, marker=marker, linestyle="")
-        ax.annotate(name, (hours, share), (7, -3), textcoords="offset points", fontsize=8, color=INK)
+        above = dict(xytext=(0, 7 if fixed else -14), textcoords="offset points", ha="center")
+        ax.annotate(name, (hours, share), **above, fontsize=8, color=INK)
     hours = [hours for hours, _ in points.values()]
     ax.set_xlim(0, max(hours) * 1.25)
-    ax.set_ylim(0, 1.05)
+    ax.set_ylim(0, 1.1)
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     ax.set_xlabel("replica-hours of the day", fontsize=9)
     ax.set_ylabel("requests in time", fontsize=9)
