@@ -656,3 +656,29 @@ def test_nobody_to_meet(model, tmp_path, capfd):
 
 def test_a_transport_is_three_methods():
     assert KVConnector.__abstractmethods__ == {"put", "take"}
+
+
+# ---------------------------------------------------------------- with everything else
+def test_drafts_behind_a_prompt_from_elsewhere(model):
+    its = Two(model, InProcess.pair(mode="layer", lease=20.0))
+    its.decode = Engine(model, connector=its.consumer, drafter="ngram", **OPTIONS)
+    prompt = [5, 6, 7, 8] * 6
+    params = replace(GREEDY, max_tokens=40)
+    output, _ = its.hand_over(prompt, params)
+    assert output.tokens == run(its.one, prompt, params).tokens
+    assert any(row.drafted for record in its.decode.log for row in record.rows)
+    its.check()
+    its.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_real_model_says_the_same(smollm, mode):
+    model = load(smollm)
+    sizes = dict(num_pages=40, page_size=16, token_budget=64, max_running=4)
+    its = Two(model, InProcess.pair(mode=mode, lease=60.0), **sizes)
+    prompt = [(7919 * i + 5) % model.config.vocab_size for i in range(150)]
+    for i, params in enumerate((GREEDY, replace(SAMPLED, temperature=0.8))):
+        output, _ = its.hand_over(prompt, params, str(i))
+        assert output.tokens == run(its.one, prompt, params).tokens
+    its.check()
+    its.close()

@@ -133,6 +133,23 @@ def test_stop_strings_that_the_first_token_begins_or_completes(two, one, where):
     assert said["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("form", [{"choice": ["blue", "black"]}, {"regex": "[ab]{3,9}c"}], ids=str)
+def test_answers_of_a_form(two, one, form):
+    pytest.importorskip("llguidance")
+    for asked in (GREEDY, SAMPLED):
+        said = both(two, one, TEXT, asked | {"structured_outputs": form, "ignore_eos": False})
+        assert said["choices"][0]["text"][0] in "ab"
+
+
+def test_one_server_that_is_no_half_ignores_what_halves_say(one):
+    for given in (
+        {"do_remote_decode": True, "transfer_id": "a"},
+        {"do_remote_prefill": True, "transfer_id": "a"},
+    ):
+        answer = post(one.url, TEXT, GREEDY | {"kv_transfer_params": given})
+        assert told(answer) == told(post(one.url, TEXT, GREEDY)) and "kv_transfer_params" not in answer.json
+
+
 def test_the_logprobs_of_a_chat(two, one):
     asked = {"messages": [{"role": "user", "content": SKY}], "logprobs": True, "top_logprobs": 2}
     said = both(two, one, CHAT, asked | {"max_tokens": 5, "temperature": 0, "ignore_eos": True})

@@ -35,6 +35,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
 from minserve.cluster.link import Link, Sender
@@ -78,6 +79,7 @@ class KVConnector(ABC):
         self.mode, self.link, self.lease, self.role = mode, link or Link(), lease, role
         self.shape: Shape | None = None  # known once attached
         self.sender: Sender | None = None  # started with the first message
+        self.waiting = ThreadPoolExecutor(64, "kv-wait")  # for Arrival.wait(); no thread unless somebody does
         self._sending: dict[str, Sending] = {}
         self._lock = threading.RLock()
         self._finished = deque(maxlen=1024), deque(maxlen=1024)  # keys sent, keys received
@@ -220,5 +222,6 @@ class KVConnector(ABC):
         print(f"minserve: {what}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        self.waiting.shutdown(wait=False, cancel_futures=True)
         if self.sender:
             self.sender.close()

@@ -11,13 +11,10 @@ Story      notebooks/14_the_fleet.ipynb
 """
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 from minserve.cluster.connector import KVConnector
 from minserve.cluster.transfer import checked_key
 from minserve.request import SamplingParams
-
-WAITING = ThreadPoolExecutor(64, "kv-wait")  # not the event loop's own threads: the engine's steps need those
 
 
 async def elsewhere(
@@ -36,7 +33,7 @@ async def elsewhere(
     made = made_there(given.get("token_ids", []), params, vocab_size)
     arrival = connector.start_load_kv(given.get("transfer_id"), prompt)
     try:
-        here = await asyncio.get_running_loop().run_in_executor(WAITING, arrival.wait)
+        here = await asyncio.get_running_loop().run_in_executor(connector.waiting, arrival.wait)
     except asyncio.CancelledError:
         connector.drop(arrival.key)
         raise
