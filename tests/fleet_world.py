@@ -76,7 +76,9 @@ class Upstream:
                 answering = asyncio.create_task(self.behaviour(self, asked, writer))
                 left = asyncio.create_task(reader.read(1))
                 await asyncio.wait((answering, left), return_when=asyncio.FIRST_COMPLETED)
-                if not answering.done():  # whoever asked has gone
+                if not answering.done() or isinstance(
+                    answering.exception(), ConnectionError
+                ):  # who asked has gone
                     answering.cancel()
                     self.closed.set()
                     return
@@ -178,6 +180,14 @@ async def dies_in_the_middle_of_a_whole_answer(upstream, asked, writer):
 async def hangs(upstream, asked, writer):
     await upstream.go.wait()
     await fine(upstream, asked, writer)
+
+
+async def pours(upstream, asked, writer):
+    """More than any buffer on the way holds."""
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    while True:
+        writer.write(chunk(event("x" * 100_000)))
+        await writer.drain()
 
 
 # ---------------------------------------------------------------- the router

@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import gc
+import logging
 import os
 import signal
 import subprocess
@@ -395,7 +397,9 @@ WRONG = [
 def test_wrong_fleets_are_noticed(what, original, right, wrong, who, tmp_path, monkeypatch):
     module = wrong_version(original, right, wrong)
     monkeypatch.setattr(fleet_world, "PATIENCE", 4.0)
+    monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)  # of tasks that a failing test left
     with pytest.raises(
         (AssertionError, TimeoutError, ValueError, KeyError, RuntimeError, pytest.fail.Exception)
     ):
         globals()[f"test_{who}"](tmp_path, module=module)
+    gc.collect()

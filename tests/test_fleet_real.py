@@ -55,6 +55,19 @@ def test_prefix_aware_finds_more_in_the_caches_than_round_robin(folder):
     assert 0.3 < by_turns < 0.45 and 0.65 < by_prefix < 0.85, (by_turns, by_prefix)
 
 
+def test_a_client_that_leaves_gives_its_pages_back_through_the_router(folder):
+    async def main(server):
+        async with routed_to([server.url], "least_outstanding") as world:
+            body = chat(900, model="tiny")
+            async with world.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                await anext(answer.aiter_raw())
+                assert server.engine.pages.in_use > 0 and world.pool.ongoing == 1
+            await until(lambda: server.engine.pages.in_use == 0, "every page is back")
+
+    with serve_in_thread(tiny_engine(folder, num_pages=200)) as server:
+        asyncio.run(asyncio.wait_for(main(server), PATIENCE))
+
+
 # ---------------------------------------------------------------- processes
 @contextmanager
 def fleet_process(folder, *arguments: str):

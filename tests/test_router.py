@@ -1,7 +1,9 @@
 """The router over servers that behave, refuse, break off or hang: what its client sees, and what it counts."""
 
 import asyncio
+import gc
 import json
+import logging
 
 import fleet_world
 import httpx2
@@ -14,6 +16,7 @@ from fleet_world import (
     fine,
     hangs,
     in_loop,
+    pours,
     refuses,
     routed,
     streams,
@@ -162,6 +165,41 @@ async def test_a_client_that_leaves_before_any_answer_does_so_too(module=router)
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.wait_for(world.upstreams[0].closed.wait(), WAIT)
         await until(lambda: world.pool.ongoing == 0, "counted down")
+
+
+async def raw(world, content: bytes):
+    """A client that has sent this and reads nothing yet."""
+    reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"), limit=1024)
+    writer.write(content)
+    await writer.drain()
+    return reader, writer
+
+
+@in_loop
+async def test_a_client_that_takes_nothing_is_dropped(module=router):
+    """It stands for a while, behind it the replica, for nothing is stored; then both are let go."""
+    async with routed(pours, module=module, stall_seconds=0.3) as world:
+        _, writer = await raw(
+            world, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+        )
+        await asyncio.wait_for(world.upstreams[0].closed.wait(), WAIT)
+        await until(lambda: world.pool.ongoing == 0, "counted down")
+        writer.close()
+
+
+@in_loop
+async def test_a_body_that_does_not_come_is_408(module=router):
+    async with routed(fine, module=module, body_seconds=0.2) as world:
+        reader, writer = await raw(
+            world, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+        )
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT)
+        assert (
+            head.startswith(b"HTTP/1.1 408")
+            and b"connection: close" in head
+            and world.upstreams[0].asked == []
+        )
+        writer.close()
 
 
 @in_loop
@@ -387,6 +425,10 @@ WRONG = [
     ("the router's own host", router, '"host",', "", "requests_and_answers_pass_unchanged"),
     ("new requests while it leaves", router, "lost < 2 and not self.draining", "lost < 2",
      "draining_all_refuses_what_is_new"),
+    ("for ever patient", router, "asyncio.timeout(self.stall_seconds)", "asyncio.timeout(None)",
+     "a_client_that_takes_nothing_is_dropped"),
+    ("a body may take its time", router, "asyncio.timeout(self.body_seconds)", "asyncio.timeout(None)",
+     "a_body_that_does_not_come_is_408"),
     ("any body", router, "if len(body) > self.max_body:", "if False:", "a_body_too_long_is_413"),
     ("a body of exactly the limit", router, "len(body) > self.max_body", "len(body) >= self.max_body",
      "a_body_too_long_is_413"),
@@ -422,9 +464,11 @@ def test_wrong_routers_are_noticed(what, original, right, wrong, who, monkeypatc
     if original is pool and who != "health_has_hysteresis":
         monkeypatch.setattr(router, "Pool", module.Pool)
         module = router
+    monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)  # of tasks that a failing test left
     with pytest.raises((AssertionError, TimeoutError, httpx2.TransportError)):
         for dies in (dies_at_once, dies_after_its_headers) if "lost_before" in who else [None]:
             test(dies, module=module) if dies else test(module=module)
+    gc.collect()
 
 
 # ---------------------------------------------------------------- a real client

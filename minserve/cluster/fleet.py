@@ -219,8 +219,10 @@ async def serve(args, config: AutoscalingConfig) -> int:
     router = Router(POLICIES[args.policy]())
     async with LocalReplicas(args.serve) as local:
         fleet = Fleet(router, local, Autoscaler(config), drain_seconds=args.drain_seconds, say=_say)
-        settings = uvicorn.Config(create_app(router), host=args.host, port=args.port, log_level="warning",
-                                  access_log=False, timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
+        settings = uvicorn.Config(
+            create_app(router), host=args.host, port=args.port, http="h11", ws="none", log_level="warning",
+            access_log=False, timeout_graceful_shutdown=CLOSING_SECONDS,
+        )  # fmt: skip
         announce = lambda url: _say(f"minserve: routing to {len(fleet.running)} replicas at {url}")
         server = Server(settings, announce, lambda: router.drain(args.drain_seconds))
         listening = settings.bind_socket()  # who has no port needs no replicas

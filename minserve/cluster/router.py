@@ -32,14 +32,25 @@ from minserve.cluster.pool import Pool
 from minserve.protocol import Refused
 
 TRY_ANOTHER = {429, 503}  # full, or leaving: said before any work was done
-HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade",
+HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade", "expect",
        "transfer-encoding", "host", "content-length"}  # fmt: skip
 
 
 class Router:
-    def __init__(self, policy: Policy, urls: Iterable[str] = (), *, max_body: int = 16 * 2**20, **pool):
-        """max_body: bytes. `pool`: what Pool takes, of health checks."""
+    def __init__(
+        self,
+        policy: Policy,
+        urls: Iterable[str] = (),
+        *,
+        max_body: int = 16 * 2**20,
+        body_seconds: float = 60.0,
+        stall_seconds: float = 90.0,
+        **pool,
+    ):
+        """max_body: bytes. Seconds: for a body to arrive; for a reader to take the next piece (more than servers grant,
+        so that theirs is the word). `pool`: what Pool takes, of health checks."""
         self.policy, self.max_body = policy, max_body
+        self.body_seconds, self.stall_seconds = body_seconds, stall_seconds
         self.pool = Pool(urls, on_gone=policy.forget, **pool)
         self.draining, self.retries = False, 0
 
@@ -58,10 +69,8 @@ class Router:
             return
         except Refused as refused:
             return await _answer(refused)(scope, receive, send)
-        relay, gone = (
-            asyncio.create_task(self._relay(request, body, send)),
-            asyncio.create_task(_gone(receive)),
-        )
+        relay = asyncio.create_task(self._relay(request, body, self._patient(send)))
+        gone = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((relay, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -69,24 +78,37 @@ class Router:
             for task in (relay, gone):
                 task.cancel()  # if the client is gone, this closes the connection to the replica
             await asyncio.gather(relay, gone, return_exceptions=True)
-        if finished:
+        if finished and not isinstance(relay.exception(), TimeoutError):  # who took nothing is simply dropped
             relay.result()
+
+    def _patient(self, send):
+        async def patient(message) -> None:
+            async with asyncio.timeout(self.stall_seconds):
+                await send(message)
+
+        return patient
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self.max_body:
-                raise Refused(413, f"the body is longer than {self.max_body:,} bytes: send less, or in parts")
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > self.max_body:
+                        why = f"the body is longer than {self.max_body:,} bytes: send less"
+                        raise Refused(413, why, Connection="close")
+        except TimeoutError:
+            raise Refused(
+                408, f"the body did not arrive within {self.body_seconds:g} s", Connection="close"
+            ) from None
         return bytes(body)
 
     async def _relay(self, request: Request, body: bytes, send) -> None:
         prompt = prompt_of(body) if request.method == "POST" else ""
         tried, lost, answer = set(), 0, None
         while lost < 2 and not self.draining:
-            replica = self.policy.choose(
-                [r for r in self.pool.replicas.values() if r.url not in tried], prompt
-            )
+            others = [replica for replica in self.pool.replicas.values() if replica.url not in tried]
+            replica = self.policy.choose(others, prompt)
             if replica is None:
                 break
             self.retries += bool(tried)
