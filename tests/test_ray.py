@@ -64,17 +64,30 @@ def small_ray():
 
     files = tempfile.mkdtemp(prefix="r")  # short: sockets lie in it
     try:
-        ray.init(
-            address="local", num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False,
-            object_store_memory=80 << 20, _temp_dir=files, logging_level="error",
-        )  # fmt: skip
+        start(ray, files)
         yield serve
     finally:
         try:
-            serve.shutdown()
+            if ray.is_initialized():
+                serve.shutdown()
         finally:
             ray.shutdown()
             shutil.rmtree(files, ignore_errors=True)
+
+
+def start(ray, files: str, attempts: int = 3) -> None:
+    """Ray gives up when a node needs more than 30 s, which happens on a busy machine: then once more."""
+    for left in reversed(range(attempts)):
+        try:
+            ray.init(
+                address="local", num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False,
+                object_store_memory=80 << 20, _temp_dir=files, logging_level="error",
+            )  # fmt: skip
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not left or "timed out during startup" not in str(error):
+                raise
 
 
 def free_port() -> int:
