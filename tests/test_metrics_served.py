@@ -106,6 +106,36 @@ def test_the_times_of_an_answer_are_in_order(folder):
     assert len(timelines) == 6 and all(timeline.ok for timeline in timelines)
     for t, output in zip(timelines, outputs):
         times = [t.arrival, t.queued, t.started, *t.tokens, t.finished]
+        assert times == sorted(times) and len(t.tokens) == 6 == len(output.tokens)
+        assert t.prompt_tokens == len(output.request.prompt) and t.first in t.tokens
+        assert t.queue_time + t.prefill_time + t.decode_time == pytest.approx(t.e2e - (t.queued - t.arrival))
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_client_and_server_count_the_same(folder, endpoint, tmp_path, capsys):
+    """First too many at once for a queue of two, so some are refused; then the same two by two, now from the cache."""
+    parser = argparse.ArgumentParser()
+    load.add_arguments(parser)
+    words = "--rate 500 --requests 24 --workload shared-prefix --scale 0.125 --timeout 60".split()
+    with serve_in_thread(tiny_engine(folder, max_waiting=2)) as server:
+
+        def run(*more):
+            numbers = tmp_path / "run.json"
+            args = [server.url, *words, *more, "--endpoint", endpoint, "--json", str(numbers)]
+            assert load.main(parser.parse_args(args)) == 0
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE) as answer:
+                return json.loads(numbers.read_text())["requests"], parsed(answer.read().decode())
+
+        crowd, told = run()
+        pairs, after = run("--closed", "2")
+    good = [request for request in crowd if request["reason"] == "length"]
+    assert 0 < len(good) <= 24 and {r["reason"] for r in crowd} <= {"length", "refused"}
+    asked = 2  # how many tokens does a word have? One token for each answer
+    assert told["request_success_total[length]"] == len(good) + asked
+    assert told["generation_tokens_total"] == sum(len(r["tokens"]) for r in good) + asked
+    assert {len(r["tokens"]) for r in good} == {4} and all(40 < r["prompt_tokens"] < 110 for r in good)
+    for request in good:
+        times = [request["due"], request["sent"], *request["tokens"], request["ended"]]
         assert times == sorted(times)
         assert request["tokens"][0] <= request["first"] <= request["ended"], "a token may have no text yet"
     assert {r["reason"] for r in pairs} == {"length"}, "two users never meet a full queue"
