@@ -10,7 +10,8 @@ import pytest
 import serving_world
 import test_server_faults as faults
 import test_server_fuzz as fuzz
-from serving_world import tiny_folder
+import test_server_wire as wire
+from serving_world import serve_in_thread, tiny_folder
 from wrong_versions import wrong_version
 
 import minserve
@@ -18,6 +19,19 @@ from minserve import server
 from minserve.server import front
 
 KINDS = AssertionError, ConnectionError, TimeoutError, KeyError, ValueError, pytest.fail.Exception
+
+
+def wired(test, *args):
+    """One of the tests of the wire, with a server of its own."""
+
+    def check(folder):
+        with serve_in_thread(folder) as served:
+            served.eos = min(served.engine.tokenizer.eos_token_ids)
+            test(served, *args)
+
+    return check
+
+
 CHECKS = {
     "body": faults.check_leaves_before_its_body,
     "door": faults.check_leaves_at_the_door,
@@ -37,6 +51,19 @@ CHECKS = {
     "breaks": faults.check_engine_breaks,
     "close": partial(faults.check_engine_breaks, close_fails=True),
     "told": faults.check_answer_cannot_be_told,
+    "bytes": wired(wire.test_every_byte_of_a_stream, *wire.FORMS[0]),
+    "usage": wired(wire.test_usage, *wire.FORMS[0], 2, True),
+    "error": wired(wire.test_an_error_in_a_stream_is_its_last_event, *wire.FORMS[1]),
+    "ends": wired(wire.test_why_an_answer_ended, "a stop string"),
+    "choices": wired(wire.test_each_choice_of_a_stream_has_one_beginning_and_one_end),
+    "prompts": wired(wire.test_choices_of_several_prompts_are_counted_through),
+    "top": wired(wire.test_logprobs_of_a_chat),
+    "rank": wired(wire.test_logprobs_of_a_token_that_is_not_among_the_best),
+    "echo": wired(wire.test_echo_scores_a_prompt_that_is_cached_as_one_that_is_not),
+    "refusals": wired(
+        wire.test_errors_have_a_status_and_name_the_field, *wire.FORMS[0], True, *wire.ERRORS[1]
+    ),
+    "elsewhere": wired(wire.test_errors_of_the_wire),
     "fuzz": partial(fuzz.check_fuzz, numbers=range(210)),
     "raw": fuzz.check_raw,
     "upgrade": fuzz.test_an_upgrade_that_is_offered_and_not_taken_leaves_the_body_alone,
@@ -67,6 +94,18 @@ WRONG = [  # module, right, wrong, who must notice
     ("server.front", 'given.strip().encode("latin-1")', "given.strip()", "fuzz"),
     ("server.live", "200 if self.serving.healthy and not self.serving.draining else 503", "200", "breaks"),
     ("server.live", "healthy=serving.healthy", "healthy=True", "breaks"),
+    ("server.replies", "if output.request.leader is None]", "]", "usage"),
+    ("server.replies", '"choices": [], "usage"', '"usage"', "usage"),
+    ("server.replies", "ends = [None] * len(choices)", "ends = [output.finish_reason] * len(choices)", "ends"),
+    ("server.replies", '[{"index": output.index} | choice', '[{"index": 0} | choice', "choices"),
+    ("server.replies", "delta={} if closing else {", 'delta={"role": "assistant"} if closing else {', "choices"),
+    ("server.replies", "its.top[: self.alternatives]", "its.top", "top"),
+    ("server.replies", "logprob for i, logprob in its.top}", "logprob for i, logprob in its.top[:1]}", "rank"),
+    ("server.replies", "[*echo.tokens, *tokens], [*echo.logprobs, *logprobs]", "tokens, logprobs", "echo"),
+    ("server.replies", 'self.head["object"] = "chat.completion.chunk"', "pass", "bytes"),
+    ("server.front", "last and fine", "last", "error"),
+    ("async_engine", "output.index += len(self.told)", "pass", "prompts"),
+    ("protocol", "param=self.param", "param=None", "refusals"),
     ("protocol", "except ValidationError as error:", "except KeyError as error:", "fuzz"),
     ("async_engine", "self.engine.abort(stream.outputs)", "self.engine.abort(stream.outputs[:1])", "n"),
     ("async_engine", "self.engine.abort(stream.outputs)", "[]", "prefill"),

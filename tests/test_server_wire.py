@@ -62,7 +62,8 @@ def test_usage(server, path, body, n, wanted):
     assert with_usage == ([len(chunks) - 1] if wanted else [])
     whole = post(server.url, path, body | {"n": n, "max_tokens": 5}).json
     assert [text_of(choice) for choice in whole["choices"]] == [texts[i] for i in range(n)]
-    assert whole["usage"]["completion_tokens"] == 5 * n
+    once = post(server.url, path, body | {"n": 1, "max_tokens": 1}).json["usage"]["prompt_tokens"]
+    assert whole["usage"]["completion_tokens"] == 5 * n and whole["usage"]["prompt_tokens"] == once
     assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 5 * n
     if wanted:
         assert chunks[-1]["choices"] == []
