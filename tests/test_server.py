@@ -303,6 +303,22 @@ def test_choices_of_a_stream_keep_apart(served):
     assert texts == {c["index"]: c["text"] for c in whole} and set(ends.values()) == {"length"}
 
 
+def test_the_clients_own_collector_understands_the_chunks(served):
+    ask = client(served).chat.completions.stream(
+        model="tiny", messages=MESSAGES, n=2, seed=1, logprobs=True, top_logprobs=1, max_tokens=60,
+        logit_bias={str(EOS): 2.5}, stream_options={"include_usage": True},
+    )  # fmt: skip
+    with ask as events:
+        texts = ["", ""]
+        for event in events:
+            if event.type == "chunk" and event.chunk.choices:
+                texts[event.chunk.choices[0].index] += event.chunk.choices[0].delta.content or ""
+        said = events.get_final_completion()
+    assert [c.message.content for c in said.choices] == texts and all(texts)
+    assert {c.finish_reason for c in said.choices} == {"stop"}, "else the collector raises"
+    assert sum(len(c.logprobs.content) for c in said.choices) == said.usage.completion_tokens
+
+
 def test_leaving_a_stream_early_ends_it(served):
     chunks = client(served).chat.completions.create(
         messages=MESSAGES, model="tiny", stream=True, n=3, extra_body={"ignore_eos": True}, max_tokens=200
@@ -581,6 +597,8 @@ def test_draining_lets_nobody_in_and_finishes_what_it_has(folder):
         with pytest.raises(openai.InternalServerError) as refused:
             client(served).chat.completions.create(messages=MESSAGES, model="tiny")
         assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers
+        scored = post(served.url, "/v1/completions", dict(prompt="the sky", echo=True, logprobs=1))
+        assert scored.status == 503 and scored.error["type"] == "server_error"
         gate.let(100)
         texts, ends, _ = streamed(wire.events())
         assert ends == {0: "length"} and draining.result(60) is True
