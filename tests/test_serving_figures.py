@@ -169,10 +169,10 @@ def check_goodputs(m):
     assert len({line.get_color() for line in ax.lines}) == 4
     apart(ax)
     assert (
-        m.goodput_finding(GOODPUT) == "mixed, chunks of 64, strict: chunked bears 2.5 times the rate of whole"
+        m.goodput_finding(GOODPUT) == "Mixed, chunks of 64, strict: chunked bears 2.5 times the rate of whole"
     )
     none = m.goodput_finding(GOODPUT[1:])
-    assert none == "shared, strict: index on bears 50.0 requests per second, index off none"
+    assert none == "Shared, strict: index on bears 50.0 requests per second, index off none"
 
 
 SHARES = {

@@ -129,6 +129,7 @@ def goodputs(ax, groups: Groups):
 
 def goodput_finding(groups: Groups) -> str:
     about, ((one, ours), (other, theirs)) = groups[0]
+    about = about[:1].upper() + about[1:]
     if not median(theirs):
         return f"{about}: {one} bears {median(ours):.1f} requests per second, {other} none"
     return f"{about}: {one} bears {median(ours) / median(theirs):.1f} times the rate of {other}"
