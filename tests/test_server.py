@@ -305,8 +305,8 @@ def test_choices_of_a_stream_keep_apart(served):
 
 def test_the_clients_own_collector_understands_the_chunks(served):
     ask = client(served).chat.completions.stream(
-        model="tiny", messages=MESSAGES, n=2, seed=1, logprobs=True, top_logprobs=1, max_tokens=300, extra_body={"min_tokens": 3},
-        logit_bias={str(EOS): 2.5}, stream_options={"include_usage": True},
+        model="tiny", messages=MESSAGES, n=2, seed=1, logprobs=True, top_logprobs=1, max_tokens=300,
+        logit_bias={str(EOS): 2.5}, stream_options={"include_usage": True}, extra_body={"min_tokens": 3},
     )  # fmt: skip
     with ask as events:
         texts = ["", ""]
