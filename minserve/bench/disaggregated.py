@@ -43,9 +43,8 @@ def run(options: Options) -> Report:
     for slower in SLOWER:
         seconds = slower * prefill
         link = Link(float(f"{free[0].num_bytes / seconds:.2g}"), LATENCY)
-        limited(
-            report, options, model, prompt, f"{case}: transfer as long as {slower:g} prompts", link, shape
-        )
+        name = f"{case}: transfer {slower:g}x the prompt"
+        limited(report, options, model, prompt, name, link, shape, prefill)
     return report
 
 
