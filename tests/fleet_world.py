@@ -208,8 +208,9 @@ async def routed_to(urls, policy, module=router_module, **options):
     """A router in front of servers that are there. Yields .url .router .pool .client"""
     router = module.Router(POLICIES[policy](), urls, **options)
     config = uvicorn.Config(
-        module.create_app(router), host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=2
-    )
+        module.create_app(router), host="127.0.0.1", port=0, http="h11", ws="none", log_level="critical",
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
     try:

@@ -338,6 +338,21 @@ async def test_a_body_too_long_is_413(module=router):
 
 
 @in_loop
+async def test_what_cannot_be_asked_is_told_in_openais_shape(module=router):
+    async with routed(fine, module=module) as world:
+        for status, first in (
+            (404, b"OPTIONS *"),
+            (400, b"GET /" + b"a" * 65_600),  # longer than the router's own client can say
+        ):
+            reader, writer = await raw(world, first + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            head, _, body = (await asyncio.wait_for(reader.read(-1), WAIT)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d" % status), first[:20]
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+            writer.close()
+        assert world.upstreams[0].asked == [] and world.pool.replicas[world.upstreams[0].url].healthy
+
+
+@in_loop
 async def test_load_and_stats_are_those_of_all(module=router):
     async with routed(fine, fine, fine, module=module) as world:
         assert (await world.client.get("/load")).json() == dict(running=6, waiting=3)
@@ -432,6 +447,10 @@ WRONG = [
     ("any body", router, "if len(body) > self.max_body:", "if False:", "a_body_too_long_is_413"),
     ("a body of exactly the limit", router, "len(body) > self.max_body", "len(body) >= self.max_body",
      "a_body_too_long_is_413"),
+    ("an address too long is an accident", router, "except httpx2.InvalidURL as error:", "except KeyError as error:",
+     "what_cannot_be_asked_is_told_in_openais_shape"),
+    ("nowhere, in plain text", router, "exception_handlers={HTTPException: _told}", "exception_handlers={}",
+     "what_cannot_be_asked_is_told_in_openais_shape"),
     ("health is always fine", router, "well = not self.draining and", "well = True or",
      "nobody_there_is_503_with_retry_after"),
     ("failures need not be in a row", pool, "(self.passed + 1, 0) if well", "(self.passed + 1, self.failed) if well",
@@ -459,13 +478,13 @@ WRONG = [
 @pytest.mark.parametrize("what, original, right, wrong, who", WRONG, ids=[w[0] for w in WRONG])
 def test_wrong_routers_are_noticed(what, original, right, wrong, who, monkeypatch):
     module, test = wrong_version(original, right, wrong), globals()[f"test_{who}"]
-    monkeypatch.setattr(fleet_world, "PATIENCE", 2.0)
+    monkeypatch.setattr(fleet_world, "PATIENCE", 1.5)
     monkeypatch.setattr("test_router.WAIT", 0.5)
     if original is pool and who != "health_has_hysteresis":
         monkeypatch.setattr(router, "Pool", module.Pool)
         module = router
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)  # of tasks that a failing test left
-    with pytest.raises((AssertionError, TimeoutError, httpx2.TransportError)):
+    with pytest.raises((AssertionError, TimeoutError, ValueError, httpx2.TransportError)):
         for dies in (dies_at_once, dies_after_its_headers) if "lost_before" in who else [None]:
             test(dies, module=module) if dies else test(module=module)
     gc.collect()

@@ -50,15 +50,10 @@ class Pool:
         on_gone: Callable[[str], None] = lambda url: None,
     ):
         """interval, timeout: seconds between checks, and until one has failed. on_gone(url): ill, or removed."""
-        self.interval, self.timeout, self.fall, self.rise, self.on_gone = (
-            interval,
-            timeout,
-            fall,
-            rise,
-            on_gone,
-        )
+        self.interval, self.timeout, self.on_gone = interval, timeout, on_gone
+        self.fall, self.rise = fall, rise
         self.replicas: dict[str, Replica] = {}
-        self.served: dict[str, int] = {}  # url: requests sent there, ever
+        self.served: dict[str, int] = {}  # url: requests sent there
         self._vitals: dict[str, Vital] = {}
         self._ended, self._watching = asyncio.Event(), None
         self.client = httpx2.AsyncClient(
@@ -90,18 +85,18 @@ class Pool:
         url = url.rstrip("/")
         replica = self.replicas[url] = Replica(url)
         self._vitals[url] = Vital(self.fall, self.rise)
-        self.served.setdefault(url, 0)
+        self.served[url] = 0
         return replica
 
     def remove(self, url: str) -> None:
         """Nothing goes there any more; what is under way is not touched."""
         if self.replicas.pop(url, None):
-            del self._vitals[url]
+            del self._vitals[url], self.served[url]
             self.on_gone(url)
 
     async def drain(self, url: str | None = None, seconds: float = 30.0) -> bool:
         """Send nothing new to that replica (or to any), and wait until all it has is answered. False: not in time."""
-        leaving = [self.replicas[url]] if url else list(self.replicas.values())
+        leaving = [replica for replica in self.replicas.values() if url in (None, replica.url)]
         for replica in leaving:
             replica.draining = True
         try:

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 
 import httpx2
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
@@ -122,6 +123,9 @@ class Router:
                         answer = Response(content, upstream.status_code, _kept(upstream.headers, replica))
                         if upstream.status_code not in TRY_ANOTHER:
                             break
+                except httpx2.InvalidURL as error:
+                    answer = _answer(Refused(400, f"this address cannot be passed on: {error}"))
+                    break
                 except (httpx2.ConnectError, httpx2.ConnectTimeout):
                     self.pool.saw(replica, False)
                 except httpx2.TransportError as error:
@@ -182,7 +186,12 @@ def create_app(router: Router) -> Starlette:
             yield
 
     own = [Route(f"/{name}", getattr(router, name)) for name in ("health", "load", "stats", "metrics")]
-    return Starlette(routes=[*own, Mount("", app=router.forward)], lifespan=lifespan)
+    routes = [*own, Mount("", app=router.forward)]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _told})
+
+
+async def _told(request: Request, error: HTTPException) -> Response:
+    return _answer(Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _stream(upstream: httpx2.Response, replica: Replica, send) -> None:

@@ -191,8 +191,8 @@ def main(argv: Sequence[str]) -> int:
         "--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="routing: default: all"
     )
     parser.add_argument("--rate", type=float, default=1.0, help="routing: requests/s; default: 1")
-    parser.add_argument("--seconds", type=float, default=60.0, help="routing: of each run; default: 60")
-    parser.add_argument("--seeds", type=int, default=3, help="routing: runs of each policy; default: 3")
+    parser.add_argument("--seconds", type=float, default=45.0, help="routing: of each run; default: 45")
+    parser.add_argument("--seeds", type=int, default=2, help="routing: runs of each policy; default: 2")
     args = parser.parse_args(argv)
     report = Report(f"fleet-{args.study}", " ".join(["python -m minserve.lab.fleet", *_shown(argv)]))
     server = ["--max-running", "4", "--num-pages", "144", *(["--model", args.model] if args.model else [])]
