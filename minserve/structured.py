@@ -108,6 +108,10 @@ def _schema(schema) -> str:
     return json.dumps(schema)
 
 
+class GrammarFailed(ValueError):
+    """A grammar that compiled and then cannot be followed: whoever asked for it has to ask for another."""
+
+
 class Constraint:
     """Where one completion is in its grammar."""
 
@@ -117,21 +121,22 @@ class Constraint:
     def mask(self, logits: torch.Tensor) -> None:
         """Minus infinity, in place, for every token that cannot be next, and behind the last token. logits: [V].
 
-        Raises ValueError if no token can, because the vocabulary lacks what the grammar wants.
+        Raises GrammarFailed if no token can, because the vocabulary lacks what the grammar wants.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(bool)
         if self._matcher.is_error() or not allowed.any():
-            raise ValueError(
+            raise GrammarFailed(
                 f"the grammar allows no token of the vocabulary here ({self._matcher.stop_reason()}), so the answer "
                 f"cannot go on: the vocabulary may lack a character that it demands, or it may be too complex"
             )
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> bool:
-        """The completion goes on with this token. True: nothing can follow. Raises ValueError if it is not allowed."""
+        """The completion goes on with this token. True: nothing can follow. Raises GrammarFailed if it is not allowed."""
         if not self._matcher.consume_token(token):
-            raise ValueError(f"the grammar does not allow token {token:,} here")
+            why = _first_line(self._matcher.get_error()) or "it is masked"
+            raise GrammarFailed(f"the grammar does not allow token {token:,} here: {why}")
         return self._matcher.is_stopped()
 
     def copy(self) -> "Constraint":
@@ -177,6 +182,9 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._words, text, log_level=0, limits=quiet)
         if matcher.is_error():
             raise ValueError(f"the {grammar.kind} cannot be compiled: {_first_line(matcher.get_error())}")
+        begun = matcher.deep_copy()
+        if not any(begun.compute_bitmask()) or begun.is_error():
+            raise ValueError(f"no text satisfies the {grammar.kind}: it allows no first token")
         return Constraint(matcher)
 
 

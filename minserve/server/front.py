@@ -31,7 +31,7 @@ from minserve.scheduler import QueueFull
 from minserve.server.live import Views
 from minserve.server.replies import ChatReply, CompletionReply, Echo, Reply
 from minserve.server.wire import EventStream, Limits, event, received, unless_gone
-from minserve.structured import Constraint, Grammars, grammar_of
+from minserve.structured import Constraint, GrammarFailed, Grammars, grammar_of
 from minserve.text import Tokenizer
 
 CONTEXT = "context_length_exceeded"
@@ -269,6 +269,8 @@ def check_ended(output: Output, stream: Stream) -> None:
     reason = output.finish_reason
     if reason == "timeout":
         raise Refused(504, "the timeout passed before the answer was complete", "timeout", "timeout")
+    if isinstance(output.error, GrammarFailed):
+        raise Refused(400, str(output.error), "response_format")
     if reason == "error" or output.error:
         raise Refused(500, f"this request could not be computed: {output.error}")
     if reason == "abort" and stream.lagged:
