@@ -340,14 +340,18 @@ async def test_a_body_too_long_is_413(module=router):
 @in_loop
 async def test_what_cannot_be_asked_is_told_in_openais_shape(module=router):
     async with routed(fine, module=module) as world:
-        for status, first in (
-            (404, b"OPTIONS *"),
-            (400, b"GET /" + b"a" * 65_600),  # longer than the router's own client can say
+        for status, kind, first in (
+            (404, "not_found_error", b"OPTIONS *"),
+            (
+                400,
+                "invalid_request_error",
+                b"GET /" + b"a" * 65_600,
+            ),  # longer than the router's own client can say
         ):
             reader, writer = await raw(world, first + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             head, _, body = (await asyncio.wait_for(reader.read(-1), WAIT)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 %d" % status), first[:20]
-            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+            assert json.loads(body)["error"]["type"] == kind
             writer.close()
         assert world.upstreams[0].asked == [] and world.pool.replicas[world.upstreams[0].url].healthy
 

@@ -5,9 +5,9 @@
 
 What stands after `--` is for each `minserve serve`. One line says where to ask, then one for every decision:
 
-    minserve: routing to 1 replicas at http://127.0.0.1:8000
-    minserve:   12.0 s | 9 ongoing | 1 running, 0 starting -> 3
-    minserve:   18.4 s | http://127.0.0.1:40213 answers after 6.4 s
+    minserve: routing to 1 replicas at URL
+    minserve: SECONDS s | 9 ongoing | 1 running, 0 starting -> 3
+    minserve: SECONDS s | URL answers after SECONDS s
 
 One loop, every second: look (how many requests are under way, how many replicas run and start), decide (the
 autoscaler), and make it so. Whoever crashes, or is ill and has nothing to do, is missing in the next round and is

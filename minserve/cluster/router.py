@@ -167,9 +167,8 @@ class Router:
 
     async def stats(self, request: Request) -> Response:
         told = {url: answer.json() for url, answer in (await self.pool.everybody("/stats")).items()}
-        return JSONResponse(
-            merged.stats(list(self.pool.replicas.values()), told) | dict(retries=self.retries)
-        )
+        own = dict(draining=self.draining, retries=self.retries)
+        return JSONResponse(merged.stats(list(self.pool.replicas.values()), told) | own)
 
     async def metrics(self, request: Request) -> Response:
         texts = {url: answer.text for url, answer in (await self.pool.everybody("/metrics")).items()}

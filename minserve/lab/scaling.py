@@ -13,7 +13,7 @@ longer wanted takes nothing new and goes when its last request has ended. The au
     under   seconds in which fewer served than needed
     waited  seconds in the queue, of each request
 
-Cost     O(seconds / tick) + O(requests); ten minutes take a few milliseconds
+Cost     O(seconds / tick) + O(requests)
 Sources  over- and under-provisioned: the elasticity metrics of Herbst et al. 2013 (ICAC), here in seconds
 Story    notebooks/14_the_fleet.ipynb
 """
