@@ -377,6 +377,16 @@ def test_no_cost_is_negative_and_none_is_invented():
     assert found.of(Work(1, 10)) < found.of(Work(8, 80)) <= found.of(Work(60, 600))
 
 
+def test_a_machine_that_is_slower_today():
+    known = costs.StepCosts(KNOWN, 1e-4)
+    slow = log(50, 3, lambda rng: rng.uniform(1.2, 1.4))
+    slow[7].seconds["model"] = 60.0  # a hiccup
+    pace = known.pace(slow)
+    assert 1.25 < pace < 1.35 and known.times(pace).pace(slow) == pytest.approx(1)
+    assert known.times(2.0).of(Work(1, 5)) == pytest.approx(2 * known.of(Work(1, 5)))
+    assert known.times(2.0).between == 2e-4
+
+
 def test_a_log_too_short_to_learn_from():
     with pytest.raises(ValueError, match="3 steps cannot tell 17 costs apart: run at least 34 steps"):
         costs.StepCosts.fit(log(3, 0))
@@ -543,6 +553,8 @@ WRONG = [
      "finds_the_costs_again"),
     (costs, "below = free & (best <= 0)", "below = free & False", "nonnegative_least"),
     (costs, "if slope.max() <= 1e-10", "if slope.max() <= 1e10", "nonnegative_least"),
+    (costs, "return median(record.total / self.seconds", "return median(self.seconds", "slower_today"),
+    (costs, "pace * self.between", "self.between", "slower_today"),
     (costs, "if len(log) < 2 * len(FEATURES):", "if False:", "too_short"),
     (fleet, "healthy = member.engine.ongoing, member.ready <= now", "healthy = 0, member.ready <= now",
      "two_share"),

@@ -7,12 +7,14 @@
 
 Bound    1 for an accuracy, 1 - |simulated / measured - 1|: exact. A row shows its worst policy, the note all of them.
          1,000 for the speed, in seconds of simulated time per second
-Drift    a machine that others use is not equally fast all the time, and no model of the past knows it. Fitting and
-         predicted traces take turns, so that both see the same machine; a note says how much longer the steps of the
-         predicted ones took than they should have. Nothing is corrected by it
+Drift    a machine that others use is not equally fast all the time, and no model of the past knows it. So a probe, some
+         requests of the learned mix, is served just before and just after each predicted trace: how much longer than
+         expected its steps take is how much longer those of the trace are taken to be. What is predicted is never
+         used; a note says how far its steps were off nevertheless
 Story    notebooks/14_the_fleet.ipynb
 """
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -55,24 +57,30 @@ def run(options: Options) -> Report:
         serve(llm, heap(taught, 8 if few else 2 * SEATS))  # first calls allocate, and are nobody's cost
     rates = [saturated(engines["chunked"], heap(mix, 8 if few else 50, seed=1)) for mix in (taught, asked)]
 
-    logs: list[StepRecord] = []
-    runs: list[Run] = []
+    logs, runs, probes = [], [], itertools.count(300)
+
+    def probe() -> list[StepRecord]:
+        serve(engines["chunked"], heap(taught, 6 if few else 16, seed=next(probes)))
+        logs.append(list(engines["chunked"].log))
+        return logs[-1]
+
     for i, share in enumerate(LOADS):
         learn, ask = (share * rate for rate in rates)
         seconds = 4 / min(learn, ask) if few else 24.0  # of a predicted trace
         for who in ("chunked", "whole prompts"):
             serve(engines[who], taught(learn, seconds / 2, seed=100 + i))
-            logs += engines[who].log
-        trace = asked(ask, seconds, seed=200 + i)
+            logs.append(list(engines[who].log))
+        trace, before = asked(ask, seconds, seed=200 + i), probe()
         for who, llm in engines.items():
             timelines = serve(llm, trace, urgent_first=who == "urgent first")
-            runs.append(Run(share, who, trace, timelines, list(llm.log)))
-        for who in ("whole prompts", "chunked"):  # and what is full to the brim
-            serve(engines[who], heap(taught, 8 if few else 30, seed=300 + i))
-            logs += engines[who].log
+            log, after = list(llm.log), probe()
+            runs.append(Run(share, who, trace, timelines, log, before + after))
+            before = after
+    serve(engines["whole prompts"], heap(taught, 6 if few else 30, seed=400))
+    logs = [*itertools.chain(*logs), *engines["whole prompts"].log]
     costs = StepCosts.fit(logs)
     for one in runs:
-        one.predict(costs)
+        one.predict(costs, costs.pace(logs))
     tell(report, case, runs, costs, rates[1])
     rate = LOADS[-1] * rates[1]
     speed(report, case, costs, asked(rate, 50 / rate if few else 1200, seed=400))
@@ -146,13 +154,15 @@ class Run:
     arrivals: list[Arrival]
     measured: list[Timeline]
     log: list[StepRecord]
+    probes: list[StepRecord]  # just before and just after
 
-    def predict(self, costs: StepCosts) -> None:
+    def predict(self, costs: StepCosts, usual: float) -> None:
+        """`usual`: the pace of all that was fitted."""
         urgent_first = self.who == "urgent first"
         arrivals = self.arrivals if urgent_first else with_priorities(self.arrivals, {0: 1.0})
-        self.simulated = simulate(arrivals, costs, partial(scheduler, POLICIES[self.who]))
-        steps = [record for record in self.log if record.rows]
-        self.drift = sum(r.total for r in steps) / sum(costs.seconds(r.rows) for r in steps) - 1
+        self.costs = costs.times(costs.pace(self.probes) / usual)
+        self.simulated = simulate(arrivals, self.costs, partial(scheduler, POLICIES[self.who]))
+        self.drift = self.costs.pace(self.log) / usual - 1
 
     def error(self, of: Callable) -> float:
         """simulated / measured - 1"""
@@ -189,11 +199,11 @@ def tell(report: Report, case: str, runs: list["Run"], costs: StepCosts, capacit
             errors = {run.who: run.error(of) for run in those}
             worst = max(map(abs, errors.values()))
             note = "; ".join(f"{who} {error:+.1%}" for who, error in errors.items())
-            note += f"; {len(those[0].arrivals)} requests; measured steps against fitted costs: {drift}"
+            note += f"; {len(those[0].arrivals)} requests; measured steps against expected ones: {drift}"
             row = Row(f"{at}: accuracy of {name}", "share", [1 - worst], 1.0, 1 - WITHIN[name], note)
             report.add(row)
         rank(report, at, those)
-    errors = [abs(e) for run in runs for e in costs.errors(run.log)]
+    errors = [abs(e) for run in runs for e in run.costs.errors(run.log)]
     case = f"{case}: {FITTED}"
     report.add(Row(case, "share", [1 - median(errors)], 1.0, note=written(costs)))
 

@@ -120,6 +120,14 @@ class StepCosts:
         gaps = [b.start - a.start - a.total for a, b in pairwise(log) if went_on(a)]
         return cls(tuple(found.tolist()), max(0.0, median(gaps)) if gaps else 0.0)
 
+    def times(self, pace: float) -> "StepCosts":
+        """The same on a machine that takes so many times as long."""
+        return StepCosts(tuple(pace * cost for cost in self.coefficients), pace * self.between)
+
+    def pace(self, log: Iterable[StepRecord]) -> float:
+        """How many times as long as it should a step of this log took: the median, so one hiccup does not count."""
+        return median(record.total / self.seconds(record.rows) for record in log if record.rows)
+
     def of(self, work: Work) -> float:
         return sum(map(mul, self.coefficients, features(work)))
 
