@@ -520,7 +520,7 @@ def test_the_command_reports_and_draws(tmp_path):
             assert len(ours.samples) == len(theirs.samples) == 3 and ours.bound > 0
             assert "runs" in ours.note and "ms a token" in ours.note
         for who, policy in product(("urgent", "others"), ("two priorities", "one queue")):
-            assert report.row(f"classes, {slo}, {who}: {policy}").ratio <= 1
+            assert report.row(f"classes, {slo}, {who}: {policy}").ratio < 1.001
     target = [row.case for row in report.rows if row.target]
     assert len(target) == 1 and target[0].endswith("strict: chunked / whole")
     shares = [row for row in report.rows if ": in time at " in row.case]
