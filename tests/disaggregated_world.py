@@ -8,8 +8,8 @@ import uvicorn
 from fault_world import SECONDS, at_rest, until
 from serving_world import serve_in_thread, tiny_engine
 
-from minserve.cluster.announced import AnnouncedServer
 from minserve.cluster.disaggregated import Disaggregated
+from minserve.cluster.front import Server
 from minserve.cluster.inbox import InProcess
 from minserve.cluster.router import create_app
 
@@ -17,21 +17,19 @@ from minserve.cluster.router import create_app
 @contextmanager
 def proxy_in_thread(prefill: str, decode: str, **options):
     """The proxy in front of two servers: .url .proxy"""
-    proxy, ready = Disaggregated(prefill, decode, **options), threading.Event()
+    proxy, ready, urls = Disaggregated(prefill, decode, **options), threading.Event(), []
 
-    class Server(AnnouncedServer):
-        async def startup(self, sockets=None):
-            await super().startup(sockets)
-            ready.set()
+    def announce(url):
+        urls.append(url)
+        ready.set()
 
     config = uvicorn.Config(create_app(proxy), host="127.0.0.1", port=0, log_level="error")
-    server = Server(config, "disaggregated", lambda: proxy.drain(1))
+    server = Server(config, announce, lambda: proxy.drain(1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        assert ready.wait(SECONDS) and server.started
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", proxy=proxy)
+        assert ready.wait(SECONDS), "the proxy did not start"
+        yield SimpleNamespace(url=urls[0], proxy=proxy)
     finally:
         server.should_exit = True
         thread.join(SECONDS)

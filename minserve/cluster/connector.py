@@ -52,6 +52,7 @@ class Sending:
     """How much of one request's prompt has been handed out."""
 
     request: Request
+    prompt: str  # its digest
     tokens: int = 0
     parts: int = 0
     layers: set[int] = field(default_factory=set)  # of the step that runs: those that left already
@@ -135,7 +136,9 @@ class KVConnector(ABC):
     def _hand_out(self, request: Request, num_tokens: int, batch, layers, ends: bool = False) -> None:
         """Copy the pages that this step writes, and those before them that have not left yet: they were cached."""
         with self._lock:
-            sending = self._sending.setdefault(request.key, Sending(request))
+            if request.key not in self._sending:
+                self._sending[request.key] = Sending(request, digest(request.prompt))
+            sending = self._sending[request.key]
             if sending.request is not request:
                 return  # somebody else has that key
             if sending.step is not batch:  # also where a step failed, and runs once more
@@ -160,7 +163,7 @@ class KVConnector(ABC):
         if sender is None:
             sender = self.sender = Sender(self._put, self.link)
         place = sending.parts, layer, first, end, len(request.prompt)
-        part = Part(request.key, *place, digest(request.prompt), asdict(self.shape), failed, tensors)
+        part = Part(request.key, *place, sending.prompt, asdict(self.shape), failed, tensors)
         sending.parts += 1
         if not sending.lost and not sender.send(part, part.nbytes):
             sending.lost = True

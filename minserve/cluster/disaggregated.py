@@ -33,7 +33,7 @@ import httpx2
 import uvicorn
 from starlette.requests import Request
 
-from minserve.cluster.announced import AnnouncedServer
+from minserve.cluster.front import Server
 from minserve.cluster.handover import first_half, is_divisible, second_half
 from minserve.cluster.policies import RoundRobin
 from minserve.cluster.replicas import LocalReplica, LocalReplicas, ReplicaFailed
@@ -115,7 +115,8 @@ async def serve(args, folder: str) -> int:
         proxy = Disaggregated(*(replica.url for replica in started))
         config = uvicorn.Config(create_app(proxy), host=args.host, port=args.port, log_level="warning",
                                 access_log=False, timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
-        server = AnnouncedServer(config, "disaggregated", lambda: proxy.drain(args.drain_seconds))
+        announce = lambda url: print(f"minserve: disaggregated at {url}", flush=True)
+        server = Server(config, announce, lambda: proxy.drain(args.drain_seconds))
         await server.serve()
         await asyncio.gather(first.stop(started[0]), second.stop(started[1]))
     return 0 if server.started else 1
