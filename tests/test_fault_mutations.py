@@ -66,6 +66,7 @@ CHECKS = {
     "elsewhere": wired(wire.test_errors_of_the_wire),
     "fuzz": partial(fuzz.check_fuzz, numbers=range(210)),
     "raw": fuzz.check_raw,
+    "forms": fuzz.check_forms,
     "upgrade": fuzz.test_an_upgrade_that_is_offered_and_not_taken_leaves_the_body_alone,
 }
 WRONG = [  # module, right, wrong, who must notice
@@ -94,6 +95,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("server.front", 'given.strip().encode("latin-1")', "given.strip()", "fuzz"),
     ("server.live", "200 if self.serving.healthy and not self.serving.draining else 503", "200", "breaks"),
     ("server.live", "healthy=serving.healthy", "healthy=True", "breaks"),
+    ("server.front", "if isinstance(output.error, GrammarFailed):", "if False:", "forms"),
     ("server.replies", "if output.request.leader is None]", "]", "usage"),
     ("server.replies", '"choices": [], "usage"', '"usage"', "usage"),
     ("server.replies", "ends = [None] * len(choices)", "ends = [output.finish_reason] * len(choices)", "ends"),

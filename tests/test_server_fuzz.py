@@ -253,3 +253,38 @@ def test_an_upgrade_that_is_offered_and_not_taken_leaves_the_body_alone(folder):
             with Wire(server.url) as wire:
                 answer = wire.post("/tokenize", {"prompt": "a"}, Upgrade=upgrade, **header).answer()
                 assert answer.status == 200 and answer.json["count"] >= 1
+
+
+# ---------------------------------------------------------------- hostile grammars
+FORMS = [
+    {"regex": "(a+)+$"}, {"regex": "((((a{1,100}){1,100}){1,100}){1,100})"}, {"regex": "["}, {"regex": ""},
+    {"regex": "(?=a)b"}, {"regex": r"[^\s\S]"}, {"regex": ".*" * 200}, {"regex": "a{500000}"}, {"regex": 5},
+    {"choice": []}, {"choice": [""]}, {"choice": [5]}, {"choice": [str(i) for i in range(3000)]},
+    {"json": {"$ref": "#"}}, {"json": {"$ref": "file:///etc/passwd"}}, {"json": {"enum": []}}, {"json": "{"},
+    {"json": {"type": "array", "minItems": 10**9}}, {"json": {"minimum": 5, "maximum": 3, "type": "integer"}},
+    {"json": {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}}},
+    {"json": {"properties": {str(i): {} for i in range(200)}}}, {"grammar": "start: start"}, {"grammar": "%%%"},
+    {"grammar": "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + '\na40: "x"\nstart: a0'}, {"nope": 1},
+    {"json": {}, "regex": "a"},
+]  # fmt: skip
+
+
+def check_forms(folder):
+    """No form that an answer shall have hurts anybody: not one that says nothing, and not one that is too much."""
+    pytest.importorskip("llguidance", reason='no grammars here: pip install "minserve[structured]"')
+    asked = HELLO | {"max_tokens": 3, "ignore_eos": False}
+    with serving(folder) as server:
+        before = told(server)
+        for form in FORMS:
+            for stream in (False, True):
+                with Wire(server.url) as wire:
+                    body = asked | {"structured_outputs": form, "stream": stream}
+                    answer = wire.post(CHAT, body, Authorization=AUTHORIZATION).answer()
+                assert answer.status in (200, 400), (form, answer)
+                assert b"server_error" not in answer.body, (form, answer)  # nor in a stream
+        assert told(server) == before
+        at_rest(server.serving)
+
+
+def test_hostile_grammars(folder):
+    check_forms(folder)
