@@ -6,6 +6,7 @@ client has to be caught in one phase, the engine's steps wait at a Gate: no test
 
 import asyncio
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -299,6 +300,50 @@ def check_full_queue(folder):
             wire.close()
         assert (served, refused) == (4, 6)
         at_rest(server.serving)
+
+
+def check_mixed_day(folder, seed, number=120):
+    """Clients of every kind come, stay or leave as they like, in a pool too small for all. Nothing of them is left."""
+    with serving(folder, num_pages=150, max_running=8, max_waiting=60) as server:
+        alone = well(server)
+        asyncio.run(day(server.url, random.Random(seed), number))
+        at_rest(server.serving)
+        assert well(server) == alone
+
+
+async def day(url: str, rng: random.Random, number: int) -> None:
+    where, words = urlsplit(url), [("why " * rng.randrange(1, 40)) for _ in range(9)]
+
+    async def one(body, arrival, patience):
+        await asyncio.sleep(arrival)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        raw = request(where.netloc, CHAT, body, Connection="close")
+        writer.write(raw if patience is None or patience > 0.02 else raw[:-9])
+        try:
+            answer = await asyncio.wait_for(reader.read(), patience or fault_world.SECONDS)
+        except TimeoutError:
+            assert patience is not None, "it waits for ever"
+            return writer.transport.abort()
+        writer.close()
+        status = answer[9:12]
+        assert status in (b"200", b"429") or (status == b"504" and "timeout" in body), answer
+        whole = answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or b'"error":{' in answer
+        assert whole or not body["stream"] or status != b"200", answer[-200:]
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(number):
+            body = HELLO | dict(
+                messages=[{"role": "user", "content": rng.choice(words)}], max_tokens=rng.choice([1, 3, 20, 100]),
+                n=rng.choice([1, 1, 2, 3]), stream=rng.random() < 0.7, priority=rng.randrange(-2, 3),
+                temperature=rng.choice([0, 2]), logprobs=rng.random() < 0.3,
+            ) | rng.choice([{}, {}, {"stop": ["a", "e"]}, {"timeout": rng.choice([1e-4, 0.05, 0.2])}])  # fmt: skip
+            group.create_task(one(body, 2 * rng.random(), rng.choice([None, None, 0.01, 0.1, 0.5])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_mixed_day(folder, seed):
+    check_mixed_day(folder, seed)
 
 
 @pytest.mark.parametrize("check", [check_burst, check_full_queue])
