@@ -21,6 +21,11 @@ COMMANDS = {  # name: (module with add_arguments and main, one line)
     "ladder": ("minserve.bench.ladder", "measure every rung built so far and draw them"),
 }
 
+EXTRAS = {  # who needs a library that only an extra brings
+    **dict.fromkeys(("fastapi", "uvicorn", "pydantic", "starlette", "prometheus_client", "httpx2"), "server"),
+    "llguidance": "structured",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="minserve", description="How LLM serving works, by one that works.")
@@ -31,10 +36,25 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == [
             name
         ]:  # only the command that runs is imported: `doctor` must work where torch does not
-            command.set_defaults(main=importlib.import_module(module).main)
-            importlib.import_module(module).add_arguments(command)
+            its = imported(module, name)
+            command.set_defaults(main=its.main)
+            its.add_arguments(command)
     args = parser.parse_args(argv)
     return args.main(args)
+
+
+def imported(module: str, command: str):
+    """The command's module. Ends the program with the way out where an optional library is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing not in EXTRAS:
+            raise
+        sys.exit(
+            f"minserve {command} needs {missing}, which is not installed: pip install 'minserve[{EXTRAS[missing]}]', "
+            f"or pip install -r requirements.txt"
+        )
 
 
 if __name__ == "__main__":
