@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", help="its name for clients; default: the folder's")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 is a free one")
-    parser.add_argument("--api-key", help="what clients have to send; default: nothing")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("MINSERVE_API_KEY"),
+        help="what clients have to send; default: $MINSERVE_API_KEY, which no process list shows, else nothing",
+    )
     parser.add_argument(
         "--allowed-origins", nargs="*", default=["*"], help="web pages that may ask; default: any"
     )
