@@ -15,7 +15,7 @@ Runs of equal steps    While all decode and nobody can join or end, k steps are 
                        single steps, to the last bit; `stepwise=True` takes the long way.
 Not modelled           drafts, stop strings, overlap; time to tokenise and to write to a socket; jitter
 Invariants             every arrival ends once; when nobody is under way, every page is back
-Cost                   a few µs for each row of a planned step
+Cost                   Python time for each row of a planned step, whatever its tokens
 Sources  discrete-event simulation of LLM inference: Agrawal et al. 2024 (Vidur, arXiv:2405.05465)
 Story    notebooks/14_the_fleet.ipynb
 """
