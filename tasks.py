@@ -60,6 +60,11 @@ CPU_BENCHES = BENCHES + [
     "peers",
     "inductor",
     "quality",
+    "knob",
+    "goodput",
+    "disaggregated",
+    "simulator",
+    "fleet-sim",
 ]  # what a machine without a GPU has something to say about
 
 
