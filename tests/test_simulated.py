@@ -1,5 +1,6 @@
 """The studies with the simulator: transfers by hand, rates that are the highest, and days that are what they say."""
 
+import inspect
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
@@ -11,7 +12,7 @@ from minserve.arrivals import Arrival, fixed
 from minserve.bench import fleet_sim
 from minserve.cluster.link import Link
 from minserve.config import SHAPES
-from minserve.lab import simulated, simulator_figures
+from minserve.lab import simulated, simulated_costs, simulator_figures
 from minserve.lab.report import Report, Row
 from minserve.lab.roofline import Machine
 from minserve.metrics import SLO
@@ -41,7 +42,7 @@ def test_the_highest_rate_that_is_borne():
 def test_an_assumed_step_by_hand():
     """A device of 1 GB/s and 1 TFLOP/s, half of each reached; nothing is hidden, then all of the shorter one."""
     tiny = SHAPES["llama-3.2-1b"]
-    one = simulated.Assumed(tiny, Machine("", 1e9, 1e12, 8e9), 0.5, 0.5, hidden=0.0, launch=2.0)
+    one = simulated_costs.Assumed(tiny, Machine("", 1e9, 1e12, 8e9), 0.5, 0.5, hidden=0.0, launch=2.0)
     weights = 2 * tiny.num_params_read / 0.5e9
     position = 2 * tiny.num_layers * tiny.num_kv_heads * tiny.head_dim * 2
     assert one.position_bytes == position
@@ -61,13 +62,19 @@ def test_an_assumed_step_by_hand():
 def test_costs_are_written_and_read_again():
     report = Report("simulator", "")
     report.add(
-        Row(f"SmolLM2 bfloat16: {simulated.FITTED}", "share", [0.9], 1.0, note=simulated.written(QUICK))
+        Row(
+            f"SmolLM2 bfloat16: {simulated_costs.FITTED}",
+            "share",
+            [0.9],
+            1.0,
+            note=simulated_costs.written(QUICK),
+        )
     )
-    found = simulated.recorded_costs(report)
+    found = simulated_costs.recorded_costs(report)
     assert found.coefficients == pytest.approx(QUICK.coefficients, rel=1e-5)
     assert found.between == pytest.approx(QUICK.between)
     with pytest.raises(ValueError, match="'other' holds no costs"):
-        simulated.recorded_costs(Report("other", ""))
+        simulated_costs.recorded_costs(Report("other", ""))
 
 
 # ---------------------------------------------------------------- two kinds of replica
@@ -88,7 +95,7 @@ def test_two_that_do_both():
 
 
 def test_a_promise_is_in_multiples_of_what_is_undisturbed():
-    slo = simulated.promise(Second(between=0.5), 100, 10, (3.0, 2.0))
+    slo = simulated_costs.promise(Second(between=0.5), 100, 10, (3.0, 2.0))
     assert slo == SLO(3.0, 3.0)
 
 
@@ -102,10 +109,10 @@ def test_a_slow_link_serves_less_and_a_fast_one_wins_where_prompts_are_long():
 
 # ---------------------------------------------------------------- one machine
 def test_what_a_machine_bears_is_less_than_all_it_can_do():
-    most, slo = simulated.full_rate(QUICK), simulated.promise(QUICK, 110, 35, (6.0, 3.0))
+    most, slo = simulated.full_rate(QUICK), simulated_costs.promise(QUICK, 110, 35, (6.0, 3.0))
     rates = simulated.capacity(QUICK, slo, requests=120, seeds=(0, 1))
     assert all(0.3 * most < rate < 1.1 * most for rate in rates)
-    strict = simulated.promise(QUICK, 110, 35, (2.0, 1.2))
+    strict = simulated_costs.promise(QUICK, 110, 35, (2.0, 1.2))
     assert max(simulated.capacity(QUICK, strict, requests=120, seeds=(0,))) < rates[0]
 
 
@@ -149,7 +156,7 @@ def test_a_fixed_fleet_costs_what_it_costs():
 
 def test_the_hasty_one_oscillates_and_the_steady_one_does_not():
     day = simulated.Day(simulated.full_rate(QUICK), seconds=240.0)
-    slo = simulated.promise(QUICK, 110, 35, (10.0, 3.0))
+    slo = simulated_costs.promise(QUICK, 110, 35, (10.0, 3.0))
     hasty, steady = (
         simulated.scaled(QUICK, settings, slo=slo, day=day)
         for settings in (simulated.HASTY, simulated.STEADY)
@@ -274,7 +281,8 @@ WRONG = [
 
 @pytest.mark.parametrize("right, wrong, case", WRONG, ids=[f"{w[2]}: {w[0][:40]}" for w in WRONG])
 def test_a_wrong_study_is_noticed(monkeypatch, right, wrong, case):
-    monkeypatch.setitem(globals(), "simulated", wrong_version(simulated, right, wrong))
+    its = simulated if right in inspect.getsource(simulated) else simulated_costs
+    monkeypatch.setitem(globals(), its.__name__.split(".")[-1], wrong_version(its, right, wrong))
     tests = [test for name, test in globals().items() if name.startswith("test_") and case in name]
     assert tests
     with pytest.raises((Exception, pytest.fail.Exception)) as noticed:

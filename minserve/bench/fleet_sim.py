@@ -26,16 +26,14 @@ from minserve.lab.simulated import (
     MIXES,
     STEADY,
     STRICT,
-    Assumed,
     Day,
     capacity,
     full_rate,
     overloaded,
-    promise,
-    recorded_costs,
     scaled,
     split,
 )
+from minserve.lab.simulated_costs import Assumed, promise, recorded_costs
 from minserve.scheduler import Scheduler
 from minserve.simulator.costs import StepCosts
 

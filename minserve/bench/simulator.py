@@ -28,7 +28,7 @@ from minserve.bench.common import Options, chosen, label, load
 from minserve.bench.workload import PAGE
 from minserve.engine import LLM
 from minserve.lab.report import Report, Row
-from minserve.lab.simulated import FITTED, written
+from minserve.lab.simulated_costs import FITTED, written
 from minserve.metrics import Timeline, percentile
 from minserve.pages import PagePool
 from minserve.request import SamplingParams

@@ -5,9 +5,8 @@
     capacity(...)             the highest rate that an SLO bears, for each seed
     overloaded(ageing)        more comes than can be served: what priorities do to whom
 
-The cost of a step comes from one of two places. `recorded_costs` reads what `bench simulator` has learned from the
-engine on a real machine. `Assumed` is nobody's measurement: a roofline with a share of each roof that is reached, and
-all its numbers are fields. So what it says of a GPU is how the answer *depends* on links and lengths, not what it is.
+The cost of a step is what `bench simulator` has learned from the engine on a real machine; or, for GPUs, it is assumed
+(simulated_costs.py). So what is said of GPUs is how the answer *depends* on links and lengths, not what it is.
 
 Goodput    requests/s of which at least ENOUGH met the SLO; runs are of some hundred requests, so a queue that would
            only have grown later is not seen
@@ -20,98 +19,21 @@ Story      notebooks/14_the_fleet.ipynb
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from random import Random
 
 from minserve.arrivals import Arrival, Lengths, poisson, uniform, with_priorities
 from minserve.cluster.autoscaler import Autoscaler, AutoscalingConfig
 from minserve.cluster.link import Link
-from minserve.config import SHAPES, ModelConfig
-from minserve.kv_cache import bytes_per_token
-from minserve.lab.report import Report
-from minserve.lab.roofline import GPUS, Machine
+from minserve.lab.simulated_costs import PAGE, Assumed, promise
 from minserve.metrics import SLO, Timeline, attainment, percentile
 from minserve.pages import PagePool
 from minserve.scheduler import Scheduler
-from minserve.simulator.costs import BETWEEN, FEATURES, Costs, StepCosts, Work, work
+from minserve.simulator.costs import Costs, Work
 from minserve.simulator.engine import SimulatedEngine, simulate
 from minserve.simulator.fleet import Round, simulate_fleet
 
 ENOUGH = 0.9
-PAGE = 16
-
-
-# ---------------------------------------------------------------- two sources of costs
-FITTED = (
-    "accuracy of a step's seconds, held out, median"  # the row of `bench simulator` whose note has the costs
-)
-
-
-def written(costs: StepCosts) -> str:
-    """Costs in a line that recorded_costs reads."""
-    named = [*zip(FEATURES, costs.coefficients), (BETWEEN, costs.between)]
-    return "µs: " + "; ".join(f"{name} = {cost * 1e6:.6g}" for name, cost in named if cost)
-
-
-def recorded_costs(report: Report) -> StepCosts:
-    """What a report of `bench simulator` has learned. Raises ValueError if it is of another kind."""
-    notes = [row.note for row in report.rows if row.case.endswith(FITTED)]
-    if not notes:
-        raise ValueError(
-            f"the report {report.name!r} holds no costs of a step: use one that `bench simulator` wrote"
-        )
-    pairs = [part.split(" = ") for part in notes[0].removeprefix("µs: ").split("; ")]
-    known = {name: float(cost) / 1e6 for name, cost in pairs}
-    return StepCosts(tuple(known.get(name, 0.0) for name in FEATURES), known.get(BETWEEN, 0.0))
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """A step of a large model on a GPU: bytes and flops, each at a share of its roof, and a fixed cost."""
-
-    config: ModelConfig = SHAPES["llama-3.1-8b"]
-    machine: Machine = GPUS["H100 SXM"]
-    reads: float = 0.8  # of the bandwidth
-    computes: float = 0.6  # of the flops
-    hidden: float = (
-        0.25  # of the shorter of both, behind the longer one: 1 is a perfect roofline, 0 one after the other
-    )
-    launch: float = 1e-3  # seconds of a step that are neither
-    between: float = 0.5e-3
-    itemsize: int = 2
-
-    @cached_property
-    def weights(self) -> float:
-        return self.config.num_params_read * self.itemsize / (self.reads * self.machine.read_bandwidth)
-
-    @property
-    def position_bytes(self) -> int:
-        c = self.config
-        return bytes_per_token(c.num_layers, c.num_kv_heads, c.head_dim, self.itemsize)
-
-    @cached_property
-    def position(self) -> float:  # seconds to read one's keys and values
-        return self.position_bytes / (self.reads * self.machine.read_bandwidth)
-
-    @cached_property
-    def token(self) -> float:  # seconds of its matmuls
-        return 2 * self.config.num_params_read / (self.computes * self.machine.flops)
-
-    @cached_property
-    def pair(self) -> float:
-        c = self.config
-        return 4 * c.num_layers * c.num_heads * c.head_dim / (self.computes * self.machine.flops)
-
-    @property
-    def num_pages(self) -> int:
-        """Of a device whose memory holds the weights once and keys and values in nine tenths of the rest."""
-        free = 0.9 * self.machine.memory - self.config.num_params * self.itemsize
-        return int(free / self.position_bytes / PAGE)
-
-    def of(self, w: Work) -> float:
-        nbytes = self.weights + self.position * (w.seen + w.read)
-        flops = self.token * (w.singles + w.tokens) + self.pair * (w.seen + w.pairs)
-        return self.launch + nbytes + flops - self.hidden * min(nbytes, flops)
 
 
 def highest(bears: Callable[[float], bool], guess: float, within: float = 1.06) -> float:
@@ -130,7 +52,6 @@ def highest(bears: Callable[[float], bool], guess: float, within: float = 1.06) 
 
 # ---------------------------------------------------------------- chunked or disaggregated
 STRICT = (5.0, 1.2)  # TTFT in prompts computed alone, tokens in decode steps of DECODING requests
-DECODING = 16
 MIXES = ((512, 512), (512, 256), (1024, 256), (2048, 256), (4096, 256))  # mean tokens of prompt and answer
 LINKS = (1e9, 4e9, 16e9, 64e9)  # bytes/s
 LATENCY = 1e-3  # seconds of a transfer, whatever its size
@@ -140,13 +61,6 @@ SEATS = 128
 
 def around(prompt: int, output: int) -> Lengths:
     return uniform((prompt // 2, 3 * prompt // 2), (output // 2, 3 * output // 2))
-
-
-def promise(costs: Costs, prompt: int, output: int, multiples: tuple[float, float] = STRICT) -> SLO:
-    """In multiples of what the device takes when it does nothing else."""
-    first = costs.of(work([(prompt, 0)]))
-    step = costs.of(work([(1, prompt + output // 2)] * DECODING)) + costs.between
-    return SLO(multiples[0] * first, multiples[1] * step)
 
 
 def split(
