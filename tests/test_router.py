@@ -388,16 +388,16 @@ async def test_metrics_have_a_label_for_the_replica_and_each_family_once(module=
         assert len(families["minserve:num_requests_running"].samples) == 2
 
 
-def test_families_stay_together_when_servers_know_different_ones():
+def test_families_stay_together_when_servers_know_different_ones(module=merged):
     one, two = (
         "# HELP a A\n# TYPE a counter\na 1\n",
         "# HELP b B\n# TYPE b gauge\nb 3\n# HELP a A\n# TYPE a counter\na 2\n",
     )
-    assert merged.metrics({"http://x:1": one, "http://x:2": two}).splitlines() == [
+    assert module.metrics({"http://x:1": one, "http://x:2": two}).splitlines() == [
         "# HELP a A", "# TYPE a counter", 'a{replica="x:1"} 1', 'a{replica="x:2"} 2',
         "# HELP b B", "# TYPE b gauge", 'b{replica="x:2"} 3',
     ]  # fmt: skip
-    assert merged.metrics({"http://x:1": 'h_bucket{le="+Inf",m="a b} c"} 3.0 17\n'}) == (
+    assert module.metrics({"http://x:1": 'h_bucket{le="+Inf",m="a b} c"} 3.0 17\n'}) == (
         'h_bucket{replica="x:1",le="+Inf",m="a b} c"} 3.0 17\n'
     )
 
@@ -457,6 +457,16 @@ WRONG = [
      "what_cannot_be_asked_is_told_in_openais_shape"),
     ("health is always fine", router, "well = not self.draining and", "well = True or",
      "nobody_there_is_503_with_retry_after"),
+    ("no label", merged, "_labelled(line, f", "str(line or f",
+     "families_stay_together_when_servers_know_different_ones"),
+    ("its own labels are lost", merged, "{',' + labels if labels else ''}", "",
+     "families_stay_together_when_servers_know_different_ones"),
+    ("each server's families anew", merged, "first = name not in families", "first = True",
+     "families_stay_together_when_servers_know_different_ones"),
+    ("the last one speaks for all", merged, "sum(t.get(name) or 0 for t in told.values())",
+     "[*told.values()][-1][name]", "load_and_stats_are_those_of_all"),
+    ("pages of one", merged, "sum(count[name] for count in counts)", "counts[0][name]",
+     "load_and_stats_are_those_of_all"),
     ("failures need not be in a row", pool, "(self.passed + 1, 0) if well", "(self.passed + 1, self.failed) if well",
      "health_has_hysteresis"),
     ("successes need not be in a row", pool, "else (0, self.failed + 1)", "else (self.passed, self.failed + 1)",
@@ -488,6 +498,9 @@ def test_wrong_routers_are_noticed(what, original, right, wrong, who, monkeypatc
         monkeypatch.setattr(router, "Pool", module.Pool)
         module = router
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)  # of tasks that a failing test left
+    if original is merged and "families" not in who:
+        monkeypatch.setattr(router, "merged", module)
+        module = router
     with pytest.raises((AssertionError, TimeoutError, ValueError, httpx2.TransportError)):
         for dies in (dies_at_once, dies_after_its_headers) if "lost_before" in who else [None]:
             test(dies, module=module) if dies else test(module=module)
