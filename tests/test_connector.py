@@ -644,6 +644,19 @@ def test_an_idle_link_lives_and_one_whose_other_side_is_gone_is_broken(model, tm
     its.close()
 
 
+def test_a_broken_link_is_not_sent_to(model, tmp_path, capfd):
+    its = Two(model, Gloo(tmp_path).ends(lease=20.0, mode="layer"))
+    its.hand_over(prompt_of(9), GREEDY)
+    its.producer._broken(ConnectionError("the other side is gone"))
+    first = run(its.prefill, prompt_of(40), GREEDY, key="b")
+    assert its.producer.request_finished(first.request) is None  # so nobody is told to wait for it
+    its.producer.close()
+    said = capfd.readouterr().err
+    assert said.count("the other side is gone") == 1 and "handed over" not in said
+    its.check()
+    its.close()
+
+
 def test_nobody_to_meet(model, tmp_path, capfd):
     alone = GlooConnector(str(tmp_path / "meet"), patience=0.5, lease=20.0, role="kv_consumer")
     engine, start = Engine(model, connector=alone, **OPTIONS), time.monotonic()

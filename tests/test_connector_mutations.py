@@ -36,8 +36,11 @@ WRONG = [
      "sending.step, sending.layers = batch, set()", "sending.step = batch", LAYER),
     ("a key may belong to two", connector, "if sending.request is not request:", "if False:",
      "test_a_key_belongs_to_whoever_came_first(two)"),
-    ("a link that is far behind tells nobody", connector, "sending.lost = True", "pass",
+    ("a link that is far behind tells nobody", connector,
+     "part.nbytes):\n            sending.lost = True", "part.nbytes):\n            pass",
      "test_a_link_that_falls_behind_refuses_rather_than_fill_the_memory(two, capfd)"),
+    ("a link that is broken tells nobody", connector, "sending.lost = True  # the", "pass  # the",
+     "test_a_broken_link_is_not_sent_to(model, tmp_path, capfd)"),
     ("an int4 cache is taken", connector, '== "int4"', '== "int5"',
      "test_caches_and_models_that_cannot_be_handed_over(model, checkpoints)"),
     # ------------------------------------------------------------ requests that end

@@ -278,7 +278,8 @@ def test_a_prefill_server_that_is_full_or_gone(folder, one):
         its.prefill.serving.draining = False
         its.proxy.prefill = "http://127.0.0.1:9"  # nobody is there
         assert told(post(its.url, TEXT, GREEDY)) == told(post(one.url, TEXT, GREEDY))
-        assert (its.proxy.divided, its.proxy.undivided) == (0, 2)
+        told_of = get(its.url, "/stats").json
+        assert (told_of["divided"], told_of["undivided"], told_of["requests"]["finished"]) == (0, 2, 2)
 
 
 def test_a_prefill_server_that_hangs(folder, one):

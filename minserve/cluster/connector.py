@@ -57,7 +57,7 @@ class Sending:
     parts: int = 0
     layers: set[int] = field(default_factory=set)  # of the step that runs: those that left already
     step: object = None  # that step's batch
-    lost: bool = False  # the link is too far behind
+    lost: bool = False  # the link is too far behind, or broken
     completed: float = 0.0  # when
 
     @property
@@ -79,6 +79,7 @@ class KVConnector(ABC):
             )
         self.mode, self.link, self.lease, self.role = mode, link or Link(), lease, role
         self.shape: Shape | None = None  # known once attached
+        self.error: Exception | None = None  # why nothing gets across any more
         self.sender: Sender | None = None  # started with the first message
         self.waiting = ThreadPoolExecutor(64, "kv-wait")  # for Arrival.wait(); no thread unless somebody does
         self._sending: dict[str, Sending] = {}
@@ -165,7 +166,9 @@ class KVConnector(ABC):
         place = sending.parts, layer, first, end, len(request.prompt)
         part = Part(request.key, *place, sending.prompt, asdict(self.shape), failed, tensors)
         sending.parts += 1
-        if not sending.lost and not sender.send(part, part.nbytes):
+        if self.error:
+            sending.lost = True  # the transport has said why
+        elif not sending.lost and not sender.send(part, part.nbytes):
             sending.lost = True
             self.say(
                 f"{request.key} is not handed over: {sender.waiting_bytes:,} bytes wait for the link already"
@@ -175,7 +178,8 @@ class KVConnector(ABC):
         try:
             self.put(part)
         except Exception as error:
-            self.say(f"{part.key} could not be handed over: {error}")
+            if not self.error:
+                self.say(f"{part.key} could not be handed over: {error}")
             raise
         if part.end == part.num_tokens and part.layer + len(part.tensors) == self.shape.layers:
             self._finished[0].append(part.key)

@@ -32,6 +32,7 @@ from pathlib import Path
 import httpx2
 import uvicorn
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from minserve.cluster.front import Server
 from minserve.cluster.handover import first_half, is_divisible, second_half
@@ -83,6 +84,11 @@ class Disaggregated(Router):
             return answer.json() if answer.status_code == 200 else None
         except (httpx2.TransportError, TimeoutError, ValueError):
             return None
+
+    async def stats(self, request: Request) -> Response:
+        """The decode server's, and how many requests were divided: none any more, if the prefill server has trouble."""
+        told = json.loads((await super().stats(request)).body)
+        return JSONResponse(told | dict(divided=self.divided, undivided=self.undivided))
 
 
 # ---------------------------------------------------------------- the command

@@ -28,6 +28,7 @@ from minserve.cluster.transfer import Part
 
 PRODUCER, CONSUMER = 0, 1
 RANKS = {"kv_producer": PRODUCER, "kv_consumer": CONSUMER}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GOODBYE = -1
 MOST_BYTES = 1 << 36  # of one message: more is a garbled size
 
@@ -40,7 +41,6 @@ class GlooConnector(KVConnector):
             raise ValueError(f"gloo is for two engines: role is {self.role!r}, use {' or '.join(RANKS)}")
         self.path, self.rank, self.patience = str(path), RANKS[self.role], patience
         self.inbox = Inbox(self.lease)
-        self.error: Exception | None = None  # why the link is broken
         self._group, self._connected, self._closed = None, threading.Event(), threading.Event()
         self._one_at_a_time = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kv-gloo", daemon=True)
@@ -77,7 +77,8 @@ class GlooConnector(KVConnector):
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.lease)
-        options._devices = [gloo.create_device(hostname=host)]
+        here = host in LOOPBACK  # else: the interface that this machine's own name stands for
+        options._devices = [gloo.create_device(hostname=host) if here else gloo.create_default_device()]
         return gloo(store, self.rank, 2, options)
 
     def _listen(self) -> None:
