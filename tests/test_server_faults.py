@@ -87,7 +87,7 @@ def check_leaves_at_the_door(folder, stream=True):
         gate.let(1)
         until(lambda: len(server.engine.outputs) == 1, "it to leave")
         first.close()
-        gate.let(2)
+        gate.let(10_000)
         at_rest(server.serving)
 
 
@@ -112,7 +112,7 @@ def check_leaves_the_queue(folder, stream=True):
         assert queued.finish_reason == "abort" and len(engine.outputs) == 4
         for wire in first + others:
             wire.close()
-        gate.let(3)
+        gate.let(10_000)
         at_rest(server.serving)
 
 
