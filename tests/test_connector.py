@@ -2,6 +2,7 @@
 
 import threading
 import time
+from argparse import ArgumentParser
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from minserve.cluster.gloo_connector import GlooConnector
 from minserve.cluster.inbox import Inbox, InProcess
 from minserve.cluster.link import Link, Sender
 from minserve.cluster.transfer import Part, Shape, checked_key
+from minserve.cluster.transports import add_connector_arguments, connector_of
 from minserve.engine import Engine
 from minserve.request import SamplingParams
 from minserve.weights import load
@@ -665,6 +667,25 @@ def test_nobody_to_meet(model, tmp_path, capfd):
     assert run(engine, prompt_of(9), GREEDY).finish_reason == "length"
     assert "no keys and values from or to the other engine" in capfd.readouterr().err
     alone.close()
+
+
+def test_what_the_command_line_describes(tmp_path):
+    def made(*words):
+        parser = ArgumentParser()
+        add_connector_arguments(parser)
+        return connector_of(parser.parse_args(words))
+
+    assert made() is None
+    its = made("--kv-role", "kv_producer", "--kv-path", str(tmp_path / "kv"), "--kv-mode", "layer",
+               "--kv-bandwidth", "1e6", "--kv-latency", "0.5", "--kv-lease", "7")  # fmt: skip
+    assert isinstance(its, FileConnector) and its.role == "kv_producer"
+    assert (its.mode, its.link, its.lease) == ("layer", Link(1e6, 0.5), 7.0)
+    other = made("--kv-role", "kv_consumer", "--kv-path", "tcp://127.0.0.1:1", "--kv-connector", "gloo")
+    assert isinstance(other, GlooConnector) and other.link == Link()
+    with pytest.raises(ValueError, match="--kv-role kv_consumer needs --kv-path"):
+        made("--kv-role", "kv_consumer")
+    with pytest.raises(ValueError, match="nothing would ever arrive"):
+        made("--kv-role", "kv_consumer", "--kv-path", "x", "--kv-bandwidth", "0")
 
 
 def test_a_transport_is_three_methods():

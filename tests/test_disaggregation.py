@@ -57,4 +57,4 @@ def test_the_title_follows_the_rows():
         dict(mode=mode, bandwidth=speed, transfer=seconds)
         for mode, speed, seconds in [("whole", 1e6, 4.0), ("layer", 1e6, 1.0), ("whole", 1e9, 0.1)]
     ]
-    assert finding(rows) == "at 1.00 MB/s, layer by layer hides 75% of the transfer behind the prompt"
+    assert finding(rows) == "at 1.00 MB/s, layers hide 75% of the transfer behind the prompt"

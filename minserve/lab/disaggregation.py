@@ -143,4 +143,4 @@ def finding(rows: Sequence[dict]) -> str:
     slow = min(row["bandwidth"] for row in rows)
     by_mode = {row["mode"]: row for row in rows if row["bandwidth"] == slow}
     share = 1 - by_mode["layer"]["transfer"] / by_mode["whole"]["transfer"]
-    return f"at {quantity(slow, 'B/s')}, layer by layer hides {share:.0%} of the transfer behind the prompt"
+    return f"at {quantity(slow, 'B/s')}, layers hide {share:.0%} of the transfer behind the prompt"
