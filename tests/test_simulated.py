@@ -9,7 +9,7 @@ from test_simulator import KNOWN, Second
 from wrong_versions import wrong_version
 
 from minserve.arrivals import Arrival, fixed
-from minserve.bench import fleet_sim
+from minserve.bench import fleet_sim, simulator
 from minserve.cluster.link import Link
 from minserve.config import SHAPES
 from minserve.lab import simulated, simulated_costs, simulator_figures
@@ -235,6 +235,14 @@ def test_figures_show_what_was_recorded():
     ax = plt.subplots()[1]
     figures.fleet(ax, [Round(60.0 * i, 3 * i, 1 + i, 0, 0, 2 + i) for i in range(4)])
     assert ax.lines[0].get_ydata().tolist() == [2, 3, 4, 5] and ax.get_xlim()[1] == 3
+    plt.close("all")
+
+
+def test_pictures_are_drawn_from_a_report(tmp_path):
+    draws = (simulator.draw, fleet_sim.draw, fleet_sim.draw_day, fleet_sim.draw_classes)
+    for draw in draws:
+        draw(report(), tmp_path / f"{draw.__module__}.{draw.__name__}.png")
+    assert len([path for path in tmp_path.iterdir() if path.stat().st_size > 5000]) == len(draws)
     plt.close("all")
 
 

@@ -125,3 +125,32 @@ def overload(report: Report, costs: StepCosts, quick: bool) -> None:
         for who in ("urgent", "others"):
             for q in ("mean", "p99"):
                 report.add(Row(f"overload, {name}, {who}: TTFT {q}", "s", [run[who][q] for run in runs]))
+
+
+# ---------------------------------------------------------------- as pictures
+def draw(report: Report, path: Path) -> None:
+    from minserve.lab import figures, simulator_figures  # matplotlib: only for who draws
+
+    cells, ax = simulator_figures.recorded_heat(report), figures.axes()
+    simulator_figures.heat(ax, cells)
+    figures.save(ax, path, simulator_figures.heat_finding(cells), f"simulated, costs assumed; {report.date}")
+
+
+def draw_day(report: Report, path: Path) -> None:
+    from minserve.lab import figures, simulator_figures
+
+    points, ax = simulator_figures.recorded_bills(report), figures.axes()
+    simulator_figures.bills(ax, points)
+    figures.save(
+        ax, path, simulator_figures.bills_finding(points), f"simulated; {report.where}, {report.date}"
+    )
+
+
+def draw_classes(report: Report, path: Path) -> None:
+    from minserve.lab import figures, simulator_figures
+
+    waits, ax = simulator_figures.recorded_classes(report), figures.axes()
+    simulator_figures.classes(ax, waits)
+    figures.save(
+        ax, path, simulator_figures.classes_finding(waits), f"simulated; {report.where}, {report.date}"
+    )

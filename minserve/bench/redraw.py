@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minserve.bench import goodput, gpu_table, knob, ladder, linear, peers, spec, step
+from minserve.bench import fleet_sim, goodput, gpu_table, knob, ladder, linear, peers, simulator, spec, step
 from minserve.lab import figures, kv_figures, shares
 from minserve.lab.report import Report
 
@@ -19,6 +19,10 @@ DRAWN = [  # recorded numbers, who draws them, where to
     ("goodput_cpu.json", goodput.draw, "13_goodput.png"),
     ("goodput_cpu.json", goodput.draw_shares, "13_goodput_search.png"),
     ("goodput_cpu.json", goodput.draw_percentiles, "13_percentiles.png"),
+    ("simulator_cpu.json", simulator.draw, "14_simulator.png"),
+    ("fleet_sim_cpu.json", fleet_sim.draw, "14_simulated_split.png"),
+    ("fleet_sim_cpu.json", fleet_sim.draw_day, "14_simulated_day.png"),
+    ("fleet_sim_cpu.json", fleet_sim.draw_classes, "14_simulated_overload.png"),
 ]
 TITLES = {  # what a GPU figure shows
     "decode": "Decoding, one sequence: share of the bandwidth roof",

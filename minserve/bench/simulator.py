@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from statistics import mean, median
 
 from minserve.arrivals import Arrival, azure_like, lognormal, paced, poisson, with_priorities
@@ -241,3 +242,11 @@ def speed(report: Report, case: str, costs: StepCosts, arrivals: Sequence[Arriva
         samples.append(duration(timelines) / (time.perf_counter() - start))
     at = f"load {LOADS[-1]:g}, {len(arrivals):,} requests"
     report.add(Row(f"{case}: simulated time / time it takes, {at}", "x", samples, 1000.0, 1.0))
+
+
+def draw(report: Report, path: Path) -> None:
+    from minserve.lab import figures, simulator_figures  # matplotlib: only for who draws
+
+    errors, ax = simulator_figures.recorded_accuracy(report), figures.axes()
+    simulator_figures.accuracy(ax, errors)
+    figures.save(ax, path, simulator_figures.accuracy_finding(errors), f"{report.where}, {report.date}")
