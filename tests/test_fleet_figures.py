@@ -176,9 +176,11 @@ def test_the_studies_run_with_real_processes(tmp_path):
     quick = AutoscalingConfig(
         1, 2, look_back_period_s=0.5, upscale_delay_s=0, downscale_delay_s=1, hysteresis=0
     )
-    day = ((1.0, 1), (3.0, 6), (5.0, 0))
+    day = ((1.0, 1), (3.0, 6), (3.0, 0))
+    said = []
     rounds, cold, requests = asyncio.run(
-        fleet.scaling(arguments, quick, day, tokens=(32, 128), say=lambda line: None)
+        fleet.scaling(arguments, quick, day, tokens=(32, 128), say=said.append)
     )
-    assert requests and all(t.ok and 0 < t.arrival <= t.first <= t.finished for t in requests)
+    assert requests and all(t.ok for t in requests), said
+    assert all(0 < t.arrival <= t.first <= t.finished for t in requests), requests
     assert max(r.target for r in rounds) == 2 and rounds[0].target == 1 and min(cold) > 0

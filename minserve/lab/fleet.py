@@ -52,7 +52,9 @@ DAY = ((15.0, 1), (45.0, 8), (45.0, 1))  # (seconds, users)
 async def listening(router: Router):
     """The router on a free port. Yields its address."""
     found = asyncio.get_running_loop().create_future()
-    config = uvicorn.Config(create_app(router), port=0, log_level="warning", access_log=False)
+    config = uvicorn.Config(
+        create_app(router), port=0, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+    )
     server = Server(config, found.set_result, router.drain)
     running = asyncio.create_task(server.serve())
     try:
@@ -140,9 +142,12 @@ async def scaling(
                         client.body(prompts.text(1000 * name + len(requests), arrival), tokens[1]), shot
                     )
                     requests.append(shot.timeline)
+                    if not shot.timeline.ok:
+                        fleet.say(f"a request failed: {shot.why}")
 
             for seconds, users in day:
-                await asyncio.gather(*(user(name, clock() + seconds) for name in range(users)))
+                ends = clock() + seconds
+                await asyncio.gather(asyncio.sleep(seconds), *(user(name, ends) for name in range(users)))
             turning.cancel()
             await asyncio.gather(turning, return_exceptions=True)
     return fleet.history, fleet.cold_starts, [since(zero, t) for t in requests]
