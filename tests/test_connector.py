@@ -95,7 +95,7 @@ def two(model):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_tokens_are_those_of_one_engine(two, mode, kind):
     its = two(mode, kv_cache_dtype=kind)
-    for n in LENGTHS:
+    for n in [1, S + 1, 40] if kind == "fp8" else LENGTHS:  # a CPU is slow at fp8
         for i, params in enumerate((GREEDY, SAMPLED)):
             output, said = its.hand_over(prompt_of(n), params, f"{n}-{i}")
             assert output.tokens == run(its.one, prompt_of(n), params).tokens
@@ -298,7 +298,7 @@ def test_whoever_is_not_asked_for_is_forgotten_after_the_lease(two):
     its = two(lease=0.2)
     run(its.prefill, prompt_of(9), GREEDY, key="a")
     run(its.prefill, prompt_of(5), GREEDY)
-    deadline = time.monotonic() + 6
+    deadline = time.monotonic() + 4
     while its.producer._sending or len(its.consumer.inbox):
         run(its.prefill, prompt_of(5), GREEDY)
         assert time.monotonic() < deadline
@@ -493,7 +493,7 @@ def test_a_link_that_breaks_wakes_whoever_waits():
         for thread in threads:
             thread.start()
         wake(inbox)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 3
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         assert answers == [None] * 3
@@ -549,7 +549,7 @@ def test_one_message_that_fails_does_not_stop_the_next(two):
 
     sender = Sender(put, Link())
     sender.send("bad", 1), sender.send("good", 1)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 3
     while not came:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -617,7 +617,7 @@ def test_a_file_that_is_not_whole_is_not_seen_and_a_broken_one_is_no_use(model, 
 
 def test_files_nobody_fetches_are_deleted_after_the_lease(model, tmp_path):
     its = Two(model, Files(tmp_path).ends(lease=0.3))
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 4
     run(its.prefill, prompt_of(9), GREEDY, key="a")
     while its.producer.sender.sent == 0:
         assert time.monotonic() < deadline

@@ -144,6 +144,7 @@ def does(code) -> tuple:
     return code.co_code, code.co_names, inside
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("what", [wrong[0] for wrong in WRONG])
 def test_a_wrong_version_is_noticed(what, model, checkpoints, tmp_path, capfd, monkeypatch):
     _, module, right, wrong, noticed = next(w for w in WRONG if w[0] == what)
