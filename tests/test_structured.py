@@ -179,6 +179,12 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_at_the_door(grammars, gram
         grammars(grammar)
     assert len(str(refused.value)) < 500 and "<state>" not in str(refused.value)
     assert grammar not in grammars._compiled
+    assert "no text satisfies" not in str(refused.value), "what is wrong with it is known"
+
+
+def test_a_grammar_that_nothing_can_begin_is_refused_at_the_door(grammars):
+    with pytest.raises(ValueError, match="no text satisfies the regex"):
+        grammars(Grammar("regex", "é+"))
 
 
 def test_without_the_library_the_caller_hears_how_to_get_it(tokenizer, monkeypatch):

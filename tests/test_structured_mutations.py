@@ -34,6 +34,7 @@ CASES = {  # who must notice
     "refused": lambda m, t, g, _: [
         tests.test_a_grammar_that_cannot_be_compiled_is_refused_at_the_door(g, bad) for bad in tests.BAD
     ],
+    "begin": lambda m, t, g, _: tests.test_a_grammar_that_nothing_can_begin_is_refused_at_the_door(g),
     "asked": lambda m, t, g, _: [tests.test_both_fields_ask_for_one_grammar(*asked) for asked in tests.ASKED],
     "bad": lambda m, t, g, _: [tests.test_what_cannot_be_said_is_refused(*bad) for bad in tests.REFUSED],
     "kept": lambda m, t, g, patch: tests.test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
@@ -59,6 +60,7 @@ WRONG = [  # module, right, wrong, who must notice
     (structured, "return json.dumps(schema)", "return json.dumps(schema, sort_keys=True)", "asked"),
     (structured, "json.dumps(value))", "str(value))", "asked"),
     (structured, "if matcher.is_error():", "if False:", "refused"),
+    (structured, "if not any(begun.compute_bitmask()) or begun.is_error():", "if False:", "begin"),
     (structured, "except ImportError:", "except KeyError:", "library"),
     (structured, "if len(found) > 1:", "if len(found) > 2:", "bad"),
     (structured, 'elif kind != "text":', "elif False:", "bad"),
