@@ -133,7 +133,7 @@ class Constraint:
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> bool:
-        """The completion goes on with this token. True: nothing can follow. Raises GrammarFailed where it is masked."""
+        """It goes on with this token. True: nothing can follow. Raises GrammarFailed where it is masked."""
         if not self._matcher.consume_token(token):
             why = _first_line(self._matcher.get_error()) or "it is masked"
             raise GrammarFailed(f"the grammar does not allow token {token:,} here: {why}")
