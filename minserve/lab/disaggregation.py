@@ -121,6 +121,12 @@ def measure_transfer(
     return rows
 
 
+def predicted(row: dict, link: Link, mode: str, messages: int = 1) -> float:
+    """Seconds that a transfer over this link should add. `row`: of the same prompt over any other link."""
+    hidden = row["prefill"] if mode == "layer" else 0.0
+    return max(0.0, link.predicted_seconds(row["bytes"], messages) - hidden)
+
+
 # ---------------------------------------------------------------- drawn
 def transfers(ax, rows: Sequence[dict]):
     """Bars of the time to first token: the prompt, then what the link adds. The tick is the link's bound."""
@@ -135,6 +141,29 @@ def transfers(ax, rows: Sequence[dict]):
     ax.invert_yaxis()
     ax.set_xlabel("seconds until the first token is on the other side", fontsize=9)
     ax.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98))
+    return plain(ax)
+
+
+def knob(ax, rows: Sequence[dict], bandwidth: float | None = None):
+    """What the link adds to the first token, over its bandwidth: points as measured, lines as predicted."""
+    slowest, fastest = (f(row["bandwidth"] for row in rows) for f in (min, max))
+    speeds = [slowest / 1.5 * (2.25 * fastest / slowest) ** (i / 60) for i in range(61)]
+    for mode, (color, style, marker) in zip(MODES, LINES):
+        its = [row for row in rows if row["mode"] == mode]
+        row, messages = its[0], its[0]["messages"]
+        adds = [predicted(row, Link(s, row["latency"]), mode, messages) for s in speeds]
+        ax.plot([s / 1e6 for s in speeds], adds, color=color, linestyle=style, label=f"{mode}, predicted")
+        points = [(row["bandwidth"] / 1e6, row["transfer"]) for row in its]
+        ax.plot(*zip(*points), color=color, marker=marker, linestyle="", label=f"{mode}, measured")
+    if bandwidth:
+        ax.axvline(bandwidth / 1e6, color=BOUND, linestyle=":")
+    ticks = sorted({row["bandwidth"] / 1e6 for row in rows})
+    ax.set(xscale="log", xlim=(speeds[0] / 1e6, speeds[-1] / 1e6), ylim=(0, None))
+    ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel("bandwidth of the link, MB/s", fontsize=9)
+    ax.set_ylabel("seconds added", fontsize=9)
+    ax.legend(frameon=False, fontsize=8)
     return plain(ax)
 
 

@@ -140,3 +140,9 @@ def _decide(fleet, queue, run, now, decide, cold_start, rate, service, config) -
     staying.sort(key=lambda r: (-r.ready if r.ready > now else 0.0, len(r.busy)))
     for replica in staying[: max(0, len(staying) - target)]:
         replica.leaving = True
+
+
+def desired(ongoing: int, target: float, low: int, high: int) -> int:
+    """The rule alone, without time: so many replicas that each has `target` requests under way."""
+    config = AutoscalingConfig(low, high, target, 0, 0, 0, hysteresis=0)
+    return Autoscaler(config).decide(0.0, ongoing, max(low, 1))

@@ -1,6 +1,7 @@
 """Notebook 14's figures of what was simulated, each from the rows of a report.
 
     accuracy(ax, rows)        simulated against measured, by load: how far each is off, and how far it may be
+    stairs(ax, runs)          how soon the first token came, simulated and real
     heat(ax, cells)           goodput of disaggregated over chunked: links across, lengths down
     bills(ax, points)         replica-hours of a day against the share in time
     classes(ax, waits)        TTFT of the urgent and of the others, by what a class is worth
@@ -60,6 +61,19 @@ def recorded_accuracy(report: Report) -> Errors:
         if told := re.search(r"load ([\d.]+) of .*: accuracy of (.*)", row.case):
             found[told[1], told[2]] = 1 - row.median, 1 - row.target
     return found
+
+
+def stairs(ax, runs: dict[str, Sequence[float]]) -> None:
+    """{name: seconds}: the share of requests that had their first token by then."""
+    for (name, seconds), (color, style, _) in zip(runs.items(), LINES):
+        shares = [(i + 1) / len(seconds) for i in range(len(seconds))]
+        ax.step([0, *sorted(seconds)], [0, *shares], where="post", color=color, linestyle=style, label=name)
+    ax.set(xlim=(0, None), ylim=(0, 1.02))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+    ax.set_xlabel("seconds until the first token", fontsize=9)
+    ax.set_ylabel("of the requests", fontsize=9)
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    plain(ax)
 
 
 # ---------------------------------------------------------------- chunked or disaggregated
