@@ -9,28 +9,23 @@ aborted, and the command ends with 0. A second signal does not wait.
 """
 
 import argparse
-import asyncio
-import contextlib
 import logging
 import os
 import sys
 from pathlib import Path
 
-import uvicorn
-
 from minserve.async_engine import BACKLOG, AsyncEngine
+from minserve.cluster.front import Server, settings
 from minserve.cluster.transports import add_connector_arguments, connector_of
 from minserve.drafters import NAMES
 from minserve.engine import Engine
 from minserve.fetch import FetchError, resolve
 from minserve.quantized_cache import KINDS
 from minserve.server import Limits, create_app
-from minserve.server.wire import HTTP
 from minserve.text import Tokenizer
 from minserve.weights import DTYPES, load
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CLOSING_SECONDS = 5  # for connections to take their last bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +82,8 @@ def main(args) -> int:
     try:
         connector = connector_of(args)
         serving, tokenizer, name = build(args, connector=connector)
-        app = create_app(serving, tokenizer, args.served_model_name or name, limits=limits_of(args),
+        shown = args.served_model_name or name
+        app = create_app(serving, tokenizer, shown, limits=limits_of(args),
                          api_key=args.api_key, metrics_prefix=args.metrics_prefix, log_prompts=args.log_prompts,
                          origins=tuple(args.allowed_origins))  # fmt: skip
     except (ValueError, FetchError, FileNotFoundError) as error:
@@ -95,9 +91,12 @@ def main(args) -> int:
         return 2
     if warning := exposed(args.host, args.api_key):
         print(f"serve: {warning}", file=sys.stderr)
-    config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning", access_log=False,
-                            timeout_graceful_shutdown=CLOSING_SECONDS, **HTTP)  # fmt: skip
-    server = Server(config, serving, args.served_model_name or name, args.drain_seconds)
+    server = Server(
+        settings(app, args.host, args.port),
+        announce=lambda url: print(f"minserve: serving {shown} at {url}", flush=True),
+        drain=lambda: serving.drain(args.drain_seconds),
+        hurry=serving.close,
+    )
     server.run()
     if connector:
         connector.close()
@@ -129,37 +128,3 @@ def exposed(host: str, api_key: str | None) -> str | None:
 
 def limits_of(args) -> Limits:
     return Limits(args.max_model_len, args.max_choices, args.max_body_bytes)
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, but for its beginning, which is announced, and its end, which waits for answers under way."""
-
-    def __init__(self, config, serving: AsyncEngine, name: str, drain_seconds: float):
-        super().__init__(config)
-        self.serving, self.name, self.drain_seconds = serving, name, drain_seconds
-        self.loop = self.draining = self.hurry = None
-
-    async def startup(self, sockets=None) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if self.started:
-            port = self.servers[0].sockets[0].getsockname()[1]
-            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-            print(f"minserve: serving {self.name} at http://{host}:{port}", flush=True)
-
-    def handle_exit(self, sig, frame) -> None:
-        if self.loop is None:  # not even started
-            self.should_exit = True
-            return
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self.loop.call_soon_threadsafe(self.leave)
-
-    def leave(self) -> None:
-        if self.draining is None:
-            self.draining = asyncio.create_task(self.drain())
-        else:
-            self.hurry = asyncio.create_task(self.serving.close())
-
-    async def drain(self) -> None:
-        await self.serving.drain(self.drain_seconds)
-        self.should_exit = True

@@ -20,9 +20,9 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minserve.async_engine import AsyncEngine
+from minserve.cluster.front import HTTP
 from minserve.engine import Engine
 from minserve.server import create_app
-from minserve.server.wire import HTTP
 from minserve.text import Tokenizer as Text
 from minserve.weights import load
 

@@ -80,7 +80,7 @@ WRONG = [  # module, right, wrong, who must notice
     ("server.wire", 'if kind != "application/json":', "if False:", "fuzz"),
     ("server.wire", "if len(raw) > limits.body_bytes:", "if False:", "fuzz"),
     ("server.wire", "ensure_ascii=False, allow_nan=False", "ensure_ascii=True, indent=1", "burst"),
-    ("server.wire", 'http="h11", ws="none"', 'http="h11"', "upgrade"),
+    ("cluster.front", 'http="h11", ws="none"', 'http="h11"', "upgrade"),
     ("server.front", "429 if isinstance(error, QueueFull) else 503", "503", "full"),
     ("server.front", ", Retry_After=str(self.views.live.patience)", "", "full"),
     ("server.front", "(QueueFull, NotServing) as error", "NotServing as error", "full"),
@@ -168,25 +168,25 @@ def test_the_right_server_passes(monkeypatch, folder, check):
 
 
 # ---------------------------------------------------------------- a process
-WRONG_ENDS = [  # of the command itself; right, wrong, what must notice
-    ("            self.draining = asyncio.create_task(self.drain())", "            self.should_exit = True",
-     faults.check_drains),
-    ("self.serving.drain(self.drain_seconds)", "self.serving.drain(1e9)",
+WRONG_ENDS = [  # of the command itself; file, right, wrong, what must notice
+    ("cluster/front.py", "            self.draining = asyncio.create_task(self._drain())",
+     "            self.should_exit = True", faults.check_drains),
+    ("serve.py", "serving.drain(args.drain_seconds)", "serving.drain(1e9)",
      partial(faults.check_deadline, 15, drain="0.2")),
-    ("            self.hurry = asyncio.create_task(self.serving.close())", "            pass",
+    ("cluster/front.py", "            self.hurrying = asyncio.create_task(self.hurry())", "            pass",
      partial(faults.check_deadline, 15, 15, drain="600")),
-    ("    return 0 if server.started else 1", "    return 1", faults.check_drains),
+    ("serve.py", "    return 0 if server.started else 1", "    return 1", faults.check_drains),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("right, wrong, check", WRONG_ENDS, ids=[w[1].strip()[:40] for w in WRONG_ENDS])
-def test_a_wrong_end_is_noticed(monkeypatch, tmp_path, folder, right, wrong, check):
+@pytest.mark.parametrize("file, right, wrong, check", WRONG_ENDS, ids=[w[2].strip()[:40] for w in WRONG_ENDS])
+def test_a_wrong_end_is_noticed(monkeypatch, tmp_path, folder, file, right, wrong, check):
     copy = tmp_path / "minserve"
     shutil.copytree(Path(minserve.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (copy / "serve.py").read_text()
-    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in serve.py"
-    (copy / "serve.py").write_text(source.replace(right, wrong))
+    source = (copy / file).read_text()
+    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {file}"
+    (copy / file).write_text(source.replace(right, wrong))
     monkeypatch.chdir(tmp_path)  # where `python -m minserve` looks first
     monkeypatch.setattr(fault_world, "SECONDS", 12)
     with pytest.raises((*KINDS, faults.Expired)):

@@ -30,11 +30,10 @@ import tempfile
 from pathlib import Path
 
 import httpx2
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from minserve.cluster.front import Server
+from minserve.cluster.front import Server, settings
 from minserve.cluster.handover import first_half, is_divisible, second_half
 from minserve.cluster.policies import RoundRobin
 from minserve.cluster.replicas import LocalReplica, LocalReplicas, ReplicaFailed
@@ -42,7 +41,6 @@ from minserve.cluster.router import HOP, Router, create_app
 from minserve.cluster.transports import add_connector_arguments
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-CLOSING_SECONDS = 5  # for connections to take their last bytes
 
 
 class Disaggregated(Router):
@@ -119,10 +117,12 @@ async def serve(args, folder: str) -> int:
             if isinstance(error, BaseException):
                 raise error
         proxy = Disaggregated(*(replica.url for replica in started))
-        config = uvicorn.Config(create_app(proxy), host=args.host, port=args.port, log_level="warning",
-                                access_log=False, timeout_graceful_shutdown=CLOSING_SECONDS)  # fmt: skip
         announce = lambda url: print(f"minserve: disaggregated at {url}", flush=True)
-        server = Server(config, announce, lambda: proxy.drain(args.drain_seconds))
+        server = Server(
+            settings(create_app(proxy), args.host, args.port),
+            announce,
+            lambda: proxy.drain(args.drain_seconds),
+        )
         await server.serve()
         await asyncio.gather(first.stop(started[0]), second.stop(started[1]))
     return 0 if server.started else 1

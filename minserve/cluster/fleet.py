@@ -24,15 +24,12 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 
-import uvicorn
-
 from minserve.cluster.autoscaler import Autoscaler, AutoscalingConfig, Round
-from minserve.cluster.front import Server
+from minserve.cluster.front import CLOSING_SECONDS, Server, settings
 from minserve.cluster.policies import POLICIES
 from minserve.cluster.replicas import LocalReplica, LocalReplicas, ReplicaFailed
 from minserve.cluster.router import Router, create_app
 
-CLOSING_SECONDS = 5  # for connections to take their last bytes
 LONGEST_PAUSE = 60.0  # seconds, before another try
 
 
@@ -219,13 +216,10 @@ async def serve(args, config: AutoscalingConfig) -> int:
     router = Router(POLICIES[args.policy]())
     async with LocalReplicas(args.serve) as local:
         fleet = Fleet(router, local, Autoscaler(config), drain_seconds=args.drain_seconds, say=_say)
-        settings = uvicorn.Config(
-            create_app(router), host=args.host, port=args.port, http="h11", ws="none", log_level="warning",
-            access_log=False, timeout_graceful_shutdown=CLOSING_SECONDS,
-        )  # fmt: skip
+        listener = settings(create_app(router), args.host, args.port)
         announce = lambda url: _say(f"minserve: routing to {len(fleet.running)} replicas at {url}")
-        server = Server(settings, announce, lambda: router.drain(args.drain_seconds))
-        listening = settings.bind_socket()  # who has no port needs no replicas
+        server = Server(listener, announce, lambda: router.drain(args.drain_seconds))
+        listening = listener.bind_socket()  # who has no port needs no replicas
         await fleet.start()
         turning = asyncio.create_task(fleet.run())
         try:

@@ -1,7 +1,8 @@
 """An HTTP server that says when it answers, and that ends by finishing what it has.
 
-SIGTERM or Ctrl-C: `drain()` is awaited, then the port is closed. A second signal does not wait.
-Story    notebooks/14_the_fleet.ipynb
+SIGTERM or Ctrl-C: `drain()` is awaited, then the port is closed. A second signal does not wait: `hurry()` ends what is
+still under way, or without it everything just ends.
+Story    notebooks/13_serving_and_slos.ipynb, notebooks/14_the_fleet.ipynb
 """
 
 import asyncio
@@ -10,15 +11,34 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 
+CLOSING_SECONDS = 5  # for connections to take their last bytes
+# For uvicorn: no websockets, which it would take a POST for; and of its two parsers the one that reads the body of a
+# request that offers an upgrade, as `curl --http2` and Java's client do.
+HTTP = dict(http="h11", ws="none")
+Ending = Callable[[], Awaitable[object]]
+
+
+def settings(app, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, host=host, port=port, log_level="warning", access_log=False,
+        timeout_graceful_shutdown=CLOSING_SECONDS, **HTTP,
+    )  # fmt: skip
+
 
 class Server(uvicorn.Server):
     """uvicorn's server, but for its beginning, which is announced, and its end, which waits for answers under way."""
 
     def __init__(
-        self, config: uvicorn.Config, announce: Callable[[str], None], drain: Callable[[], Awaitable[object]]
+        self,
+        config: uvicorn.Config,
+        announce: Callable[[str], None],
+        drain: Ending,
+        hurry: Ending | None = None,
     ):
+        """announce(url): it answers there."""
         super().__init__(config)
-        self.announce, self.drain, self.draining = announce, drain, None
+        self.announce, self.drain, self.hurry = announce, drain, hurry
+        self.loop = self.draining = self.hurrying = None
 
     async def startup(self, sockets=None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -28,14 +48,19 @@ class Server(uvicorn.Server):
             self.announce(f"http://{host}:{self.servers[0].sockets[0].getsockname()[1]}")
 
     def handle_exit(self, sig, frame) -> None:
+        if self.loop is None:  # not even started
+            self.should_exit = True
+            return
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self.loop.call_soon_threadsafe(self.leave)
 
     def leave(self) -> None:
-        if self.draining:
-            self.should_exit = self.force_exit = True
-        else:
+        if self.draining is None:
             self.draining = asyncio.create_task(self._drain())
+        elif self.hurry:
+            self.hurrying = asyncio.create_task(self.hurry())
+        else:
+            self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
         await self.drain()

@@ -25,12 +25,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import uvicorn
-
 from minserve.arrivals import Arrival, fixed, poisson, shared_prefix_groups
 from minserve.cluster.autoscaler import Autoscaler, AutoscalingConfig, Round
 from minserve.cluster.fleet import Fleet
-from minserve.cluster.front import Server
+from minserve.cluster.front import Server, settings
 from minserve.cluster.policies import POLICIES
 from minserve.cluster.replicas import LocalReplicas
 from minserve.cluster.router import Router, create_app
@@ -52,10 +50,7 @@ DAY = ((15.0, 1), (45.0, 8), (45.0, 1))  # (seconds, users)
 async def listening(router: Router):
     """The router on a free port. Yields its address."""
     found = asyncio.get_running_loop().create_future()
-    config = uvicorn.Config(
-        create_app(router), port=0, log_level="warning", access_log=False, timeout_graceful_shutdown=5
-    )
-    server = Server(config, found.set_result, router.drain)
+    server = Server(settings(create_app(router), "127.0.0.1", 0), found.set_result, router.drain)
     running = asyncio.create_task(server.serve())
     try:
         yield await asyncio.wait_for(found, 60)

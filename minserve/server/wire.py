@@ -18,9 +18,6 @@ from starlette.requests import ClientDisconnect
 from minserve.async_engine import Stream
 from minserve.protocol import Refused
 
-# For uvicorn: no websockets, which it would take a POST for; and of its two parsers the one that reads the body of a
-# request that offers an upgrade, as `curl --http2` and Java's client do.
-HTTP = dict(http="h11", ws="none")
 SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 log = logging.getLogger("minserve.server")
 
