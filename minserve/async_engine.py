@@ -21,6 +21,7 @@ Story        notebooks/08_the_engine.ipynb, notebooks/13_serving_and_slos.ipynb
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from minserve.engine import Engine, Output
 from minserve.metrics import Timeline
@@ -115,6 +116,7 @@ class AsyncEngine:
         self._fresh: dict[int, Timeline] = {}  # of those that no step has computed yet
         self._between: list[tuple[Callable, asyncio.Future | None]] = []  # to be done before the next step
         self._wake, self._closed, self._loop = asyncio.Event(), False, None
+        self._thread = ThreadPoolExecutor(1, "engine")  # always the same: each has OpenMP threads of its own
         self._empty = asyncio.Event()  # no output is open
         self._empty.set()
 
@@ -215,6 +217,9 @@ class AsyncEngine:
             raise NotServing(f"the engine is not running: {why}")
 
     # ------------------------------------------------------------ the loop
+    def _in_thread(self, work: Callable):
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     def _do(self, operation: Callable, done: asyncio.Future | None = None) -> None:
         self._between.append((operation, done))
         self._wake.set()
@@ -224,13 +229,14 @@ class AsyncEngine:
             while not self._closed:
                 await self._clear()
                 if self.engine.scheduler.has_work:
-                    self._note(*await asyncio.to_thread(self._step))
+                    self._note(*await self._in_thread(self._step))
                 else:
                     await self._wake.wait()
                 self._wake.clear()
         except Exception as error:  # the engine itself is broken: say so to everybody rather than fall silent
             self.error = error
         finally:
+            self._thread.shutdown(wait=False)
             self._closed = True
             await self._clear()
             self._end_all()
@@ -256,7 +262,7 @@ class AsyncEngine:
         try:
             if self._closed:
                 raise NotServing("the engine was closed before this was done")
-            result = await asyncio.to_thread(operation)
+            result = await self._in_thread(operation)
         except Exception as its_own:
             error = its_own
         if not done.cancelled():

@@ -382,7 +382,7 @@ WRONG = [
     ("if stream.unread > self.backlog and not stream.lagged:", "if False:", test_who_does_not_read_is_aborted),
     ("                stream.lagged = True\n", "", test_who_does_not_read_is_aborted),
     ("output.index += len(self.told)", "pass", test_prompts_that_join_a_stream_go_on_in_its_order),
-    ("result = await asyncio.to_thread(operation)", "result = operation()", test_between_never_meets_a_step),
+    ("result = await self._in_thread(operation)", "result = operation()", test_between_never_meets_a_step),
     ("self.draining = True", "pass", test_draining_finishes_what_there_is_and_takes_nothing_new),
     ("await asyncio.wait_for(self._empty.wait(), seconds)", "pass",
      test_draining_finishes_what_there_is_and_takes_nothing_new),
