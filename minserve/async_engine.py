@@ -106,8 +106,14 @@ class AsyncEngine:
         backlog: int = BACKLOG,
         on_step: Callable[[StepRecord], None] | None = None,
         on_end: Callable[[Output, Timeline], None] | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ):
-        """on_step hears of each step, on_end of each output that ended; both on the event loop, both may be many."""
+        """on_step hears of each step, on_end of each output that ended; both on the event loop, both may be many.
+
+        thread    the only one in which anything of this engine was ever computed, its loading included. OpenMP keeps
+                  threads for each thread that computes, and once there are more of them than cores they sleep at every
+                  barrier instead of spinning: on a CPU, steps are then much slower
+        """
         self.engine, self.backlog = engine, backlog
         self.on_step, self.on_end = [on_step] if on_step else [], [on_end] if on_end else []
         self.error: BaseException | None = None  # why the loop broke, if it did
@@ -116,7 +122,7 @@ class AsyncEngine:
         self._fresh: dict[int, Timeline] = {}  # of those that no step has computed yet
         self._between: list[tuple[Callable, asyncio.Future | None]] = []  # to be done before the next step
         self._wake, self._closed, self._loop = asyncio.Event(), False, None
-        self._thread = ThreadPoolExecutor(1, "engine")  # always the same: each has OpenMP threads of its own
+        self._thread = thread or ThreadPoolExecutor(1, "engine")
         self._empty = asyncio.Event()  # no output is open
         self._empty.set()
 

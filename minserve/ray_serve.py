@@ -23,6 +23,7 @@ Sources              Ray Serve's guides "Autoscaling", "FastAPI and HTTP", "Requ
 Story                notebooks/14_the_fleet.ipynb
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -77,11 +78,12 @@ def application(options: Options) -> FastAPI:
     """What one replica runs: the model, an engine, and the server's routes."""
     folder = resolve(options.model)
     tokenizer = Tokenizer.load(folder)
-    model = load(folder, device="cuda" if options.num_gpus else "cpu")
     chosen = options.model_dump(
         include={"num_pages", "kv_cache_dtype", "token_budget", "max_running", "drafter"}
     )
-    serving = AsyncEngine(Engine(model, tokenizer, **chosen))
+    device, thread = "cuda" if options.num_gpus else "cpu", ThreadPoolExecutor(1, "engine")
+    engine = thread.submit(lambda: Engine(load(folder, device=device), tokenizer, **chosen)).result()
+    serving = AsyncEngine(engine, thread=thread)
     name = options.served_model_name or Path(folder).name
     return create_app(serving, tokenizer, name, api_key=options.api_key)
 

@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from minserve.async_engine import BACKLOG, AsyncEngine
@@ -112,11 +113,14 @@ def build(args, **options) -> tuple[AsyncEngine, Tokenizer, str]:
     tokenizer = Tokenizer.load(folder)
     names = "num_pages page_size kv_cache_dtype token_budget max_running max_waiting ageing drafter".split()
     chosen = {name: getattr(args, name) for name in names}
-    engine = Engine(
-        load(folder, DTYPES[args.dtype] if args.dtype else None, device), tokenizer,
-        prefix_caching=not args.no_prefix_caching, **chosen, **options,
-    )  # fmt: skip
-    return AsyncEngine(engine, backlog=args.backlog), tokenizer, Path(folder).name
+    thread = ThreadPoolExecutor(1, "engine")
+
+    def made() -> Engine:
+        model = load(folder, DTYPES[args.dtype] if args.dtype else None, device)
+        return Engine(model, tokenizer, prefix_caching=not args.no_prefix_caching, **chosen, **options)
+
+    serving = AsyncEngine(thread.submit(made).result(), backlog=args.backlog, thread=thread)
+    return serving, tokenizer, Path(folder).name
 
 
 def exposed(host: str, api_key: str | None) -> str | None:
