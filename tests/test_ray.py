@@ -216,7 +216,7 @@ WRONG = [  # right, wrong, who must notice
     ("max_replicas: int = 2", "most_replicas: int = 2", "names"),
     ('extra="forbid"', 'extra="ignore"', "names"),
     ('"cuda" if options.num_gpus else "cpu"', '"cpu"', "engine"),
-    ("Engine(model, tokenizer, **chosen)", "Engine(model, tokenizer)", "engine"),
+    ("device=device), tokenizer, **chosen)", "device=device), tokenizer)", "engine"),
     ("options.served_model_name or Path(folder).name", 'options.served_model_name or "model"', "engine"),
     ("api_key=options.api_key", "api_key=None", "engine"),
 ]
