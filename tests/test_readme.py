@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from minserve.bench import kv, peers, quality, spec
+from minserve.bench import knob, kv, peers, quality, spec
 from minserve.lab.report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +59,19 @@ def test_the_table_of_drafters_is_the_recorded_one():
     off, within = re.search(r"within (\d+) % of what was measured, in (\d+) of", one).groups()
     assert int(within) == sum(abs(1 - x) <= int(off) / 100 for x in predicted)
     assert int(re.search(r", in \d+ of (\d+) cases", one)[1]) == len(predicted)
+
+
+def test_what_is_said_of_serving_is_recorded():
+    load = lambda name: Report.load(ROOT / "figures" / "data" / f"{name}_cpu.json")
+    assert knob.markdown(load("knob")) in README
+    rows, one = load("simulator").rows, " ".join(README.split())
+    drift = re.search(r"drifted by up to ([\d.]+) %", one)[1]
+    expected = [
+        float(x) for r in rows for x in re.findall(r"([+-][\d.]+)%", r.note.partition("expected ones:")[2])
+    ]
+    assert float(drift) == max(map(abs, expected))
+    fast = re.search(r"passed ([\d,]+) times as fast", one)[1]
+    assert fast == f"{rows[-1].median:,.0f}"
 
 
 def test_every_notebook_is_in_the_table():
