@@ -36,9 +36,8 @@ def knob(ax, points: Points, bound: Points | None = None):
             str(batch), at, (6, -3), textcoords="offset points", fontsize=8, va="top", color=INK
         )
         note.set_bbox(dict(facecolor="white", edgecolor="none", pad=0.5))
-    ax.set_xlabel(
-        "time per output token, p50   (at each point: requests at once; grey: roofline)", fontsize=9
-    )
+    said = "requests at once; grey: roofline" if bound else "requests at once"
+    ax.set_xlabel(f"time per output token, p50   (at each point: {said})", fontsize=9)
     ax.set_ylabel("output tokens per second", fontsize=9)
     ax.grid(color="#EEEEEE", zorder=0)
     return plain(ax)
