@@ -123,8 +123,8 @@ def test_the_same_over_a_real_socket_ten_times_faster():
         assert all(shot.timeline.ok for shot in shots), [shot.why for shot in shots]
         assert all(got >= want - 0.002 for got, want in zip(sorted(e2e(shots)), sorted(bounds)))
         assert statistics.mean(e2e(shots)) >= 0.188
-    hidden = statistics.mean(shot.service for shot in narrow)
-    assert hidden < statistics.mean(e2e(narrow)) / 2, "a timer that starts with the socket hides most of it"
+    hidden = sum(shot.timeline.e2e - shot.service for shot in narrow)
+    assert hidden >= sum(bounds) - 8 * 0.052, "a timer that starts with the socket hides most of it"
 
 
 # ---------------------------------------------------------------- what counts as a token
@@ -182,6 +182,22 @@ def test_completions_speak_of_text():
 ])  # fmt: skip
 def test_tokens_that_nobody_counted_are_spread(times, tokens, when):
     assert sorted(client.spread(times, tokens)) == when
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_a_line_ends_at_a_newline_and_nowhere_else(size):
+    """Whatever pieces the network makes of them; an answer's text may hold each of these."""
+    text, whole = "a\x85\u2028\u2029\x1cä\r\n\nb".encode(), []
+
+    async def main():
+        async def pieces():
+            for i in range(0, len(text), size):
+                yield text[i : i + size]
+
+        whole.extend([line async for line in client.lines(pieces())])
+
+    simulated(main())
+    assert whole == ["a\x85\u2028\u2029\x1cä\r", "", "b"]
 
 
 def test_a_stream_that_breaks_off_is_a_failure():
@@ -510,6 +526,10 @@ WRONG = [  # (module, what is wrong, the right text, the wrong one)
     (client, "a broken stream is fine", "        if self.reason is None:\n", "        if False:\n"),
     (client, "no tokens are fine", "elif not self.counts:", "elif False:"),
     (client, "an unknown reason is none", 'else "stop"  #', "else self.reason  #"),
+    (client, "every piece is a line", "(held + piece)", "piece"),
+    (client, "the last line needs an end", "    if held:\n", "    if False:\n"),
+    (client, "lines end where Python ends them", 'line.decode(errors="replace")\n    if',
+     '(line.decode(errors="replace").splitlines() or [""])[0]\n    if'),
     (client, "all at the last time", "times[round(i * last / (tokens - 1))]", "times[-1]"),
 ]  # fmt: skip
 QUICK = [
@@ -518,7 +538,8 @@ QUICK = [
     "test_waiting_for_a_socket_counts_and_is_what_a_late_timer_hides",
     "test_a_request_starts_when_due_whatever_became_of_the_others", "test_role_chunks_and_chunks_of_three_tokens",
     "test_a_token_without_text_and_text_without_a_token", "test_completions_speak_of_text",
-    "test_tokens_that_nobody_counted_are_spread", "test_a_stream_that_breaks_off_is_a_failure",
+    "test_tokens_that_nobody_counted_are_spread", "test_a_line_ends_at_a_newline_and_nowhere_else",
+    "test_a_stream_that_breaks_off_is_a_failure",
 ]  # fmt: skip
 
 

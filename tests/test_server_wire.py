@@ -7,6 +7,8 @@ import pytest
 from fault_world import CHAT, HELLO, Wire, at_rest, chat, get, post, request, streamed
 from serving_world import serve_in_thread, tiny_engine, tiny_folder
 
+from minserve.server.wire import event
+
 COMPLETIONS = "/v1/completions"
 FORMS = [(CHAT, HELLO), (COMPLETIONS, {"prompt": "hello there", "temperature": 0, "ignore_eos": True})]
 BOTH = pytest.mark.parametrize("path, body", FORMS, ids=["chat", "completion"])
@@ -43,12 +45,20 @@ def test_every_byte_of_a_stream(server, path, body):
     assert headers["cache-control"] == "no-cache" and headers["x-accel-buffering"] == "no"
     *events, done, rest = raw.split(b"\n\n")
     assert done == b"data: [DONE]" and rest == b""
-    chunks = [json.loads(event.removeprefix(b"data: ").decode("utf-8", "strict")) for event in events]
-    assert all(event.startswith(b"data: {") and b"\n" not in event for event in events)
+    chunks = [json.loads(its.removeprefix(b"data: ").decode("utf-8", "strict")) for its in events]
+    assert all(its.startswith(b"data: {") and b"\n" not in its for its in events)
     kind = "chat.completion.chunk" if path == CHAT else "text_completion"
     heads = {(c["id"], c["object"], c["created"], c["model"]) for c in chunks}
     assert len(heads) == 1 and (its := heads.pop())[1:] == (kind, its[2], "tiny")
     assert its[0] == headers["x-request-id"] and its[0].startswith("chatcmpl-" if path == CHAT else "cmpl-")
+
+
+def test_an_event_is_one_line_wherever_a_client_thinks_lines_end():
+    """httpx's iter_lines, among others, splits as Python does: at a next-line or a line-separator character too."""
+    body = {"text": "a\x85b\u2028c\u2029d\ne\r\x1cä\ud7ff"}
+    text = event(body).decode()
+    assert text.splitlines() == [text[:-2], ""] and json.loads(text.removeprefix("data: ")) == body
+    assert "ä" in text  # others stay readable
 
 
 @BOTH

@@ -18,6 +18,7 @@ Story    notebooks/13_serving_and_slos.ipynb
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from json import JSONDecodeError
 
 import httpx2
@@ -158,7 +159,7 @@ class Client:
         shot.timeline.ended(now(), reason)
 
     async def _read(self, response, answer: Answer, now) -> str:
-        async for line in response.aiter_lines():
+        async for line in lines(response.aiter_bytes()):
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:"):
                 continue
@@ -169,6 +170,17 @@ class Client:
                 raise Broken(_error_in(data))
             answer.take(now(), chunk)
         return answer.end(now())
+
+
+async def lines(pieces) -> AsyncIterator[str]:
+    """Bytes as they come -> lines. Only a newline ends one: an answer may hold what str.splitlines() splits at."""
+    held = b""
+    async for piece in pieces:
+        *whole, held = (held + piece).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+    if held:
+        yield held.decode(errors="replace")
 
 
 class Broken(RuntimeError):

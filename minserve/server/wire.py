@@ -117,4 +117,8 @@ async def received(request: Request, limits: Limits) -> bytes:
 
 def event(body: dict) -> bytes:
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return f"data: {text.translate(LINE_ENDS)}\n\n".encode()
+
+
+# JSON may hold these as they are and a stream of events too, but many a client's splitlines() breaks the event at them
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
