@@ -7,9 +7,7 @@ import asyncio
 import inspect
 import json
 import logging
-import signal
 import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,9 +15,10 @@ import openai
 import pytest
 import torch
 from fault_world import CHAT, Gate, Wire, at_rest, get, post, streamed, until
-from serving_world import serve_in_thread, serve_process, tiny_engine, tiny_folder
+from serving_world import serve_in_thread, tiny_engine, tiny_folder
 from wrong_versions import wrong_version
 
+from minserve import __main__ as commands
 from minserve import server
 from minserve.engine import Engine
 from minserve.prefill_decode import generate, prompt_logprobs
@@ -625,49 +624,9 @@ def test_curl(served):
     assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
 
 
-@pytest.mark.slow
-def test_the_command(folder):
-    with serve_process(
-        folder, "--served-model-name", "mine", "--max-running", "2", "--drain-seconds", "5"
-    ) as served:
-        said = client(served).chat.completions.create(messages=MESSAGES, model="mine", max_tokens=4)
-        assert said.usage.completion_tokens <= 4
-        served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(60) == 0
-
-
-def _draining(served) -> bool:
-    """Also when it is over already: then nobody answers."""
-    try:
-        return get(served.url, "/stats").json["draining"]
-    except OSError:
-        return True
-
-
-@pytest.mark.slow
-def test_a_second_signal_does_not_wait(tmp_path):
-    """The answer under way would take seconds; the first signal alone would wait for it."""
-    folder = tiny_folder(tmp_path / "long", context=8192)
-    arguments = ("--num-pages", "1000", "--drain-seconds", "600")
-    with serve_process(folder, *arguments) as served, Wire(served.url) as wire:
-        wire.post(CHAT, dict(messages=MESSAGES, stream=True, max_tokens=8000, ignore_eos=True))
-        events = wire.events()
-        next(events)
-        for _ in range(2):
-            served.process.send_signal(signal.SIGTERM)
-            until(lambda: _draining(served), "the drain to begin")
-        last = [event for event in events][-1]
-        assert "shutting down" in json.loads(last)["error"]["message"]
-        assert served.process.wait(60) == 0
-
-
-@pytest.mark.slow
-def test_the_command_says_what_is_wrong(folder):
-    missing = subprocess.run(
-        [sys.executable, "-m", "minserve", "serve", "--model", str(folder / "nothing")],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert missing.returncode == 2 and missing.stderr.startswith("serve: ")
+def test_the_command_says_what_is_wrong(folder, capsys):
+    assert commands.main(["serve", "--model", str(folder / "nothing")]) == 2
+    assert capsys.readouterr().err.startswith("serve: ")
 
 
 def test_the_real_model(smollm):
@@ -714,7 +673,7 @@ WRONG = [
     (front, "Echo(text, prompt, await", "Echo(text, prompt[:-1], await", test_echo_with_logprobs_scores_a_prompt),
     (wire, "if len(raw) > limits.body_bytes:", "if False:", test_the_wire_is_checked_before_the_body),
     (wire, 'if kind != "application/json":', "if False:", test_the_wire_is_checked_before_the_body),
-    (wire, 'f"data: {text}', 'f"data:{text}', test_the_first_event_carries_the_id),
+    (wire, 'f"data: {text', 'f"data:{text', test_the_first_event_carries_the_id),
 ]  # fmt: skip
 
 
