@@ -1,7 +1,9 @@
 """The split of a step: clocks that disturb nothing, parts that add up, rows and a figure made of them."""
 
 import time
+from collections import defaultdict
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from minserve.__main__ import main
 from minserve.bench import clocks, common, linear, memory, step
 from minserve.config import SHAPES
+from minserve.fetch import FetchError
 from minserve.kernels import native
 from minserve.lab.report import Report, Row
 from minserve.lab.roofline import Machine
@@ -31,6 +34,15 @@ def watched(model, kind, sequences=2):
     side = step.Watched(model, sequences, 64, kind, decoding=True)
     side.step()
     return side
+
+
+def typical(side) -> dict[str, float]:
+    """The parts of three steps: on a busy machine any one of them may have been interrupted."""
+    samples = defaultdict(list)
+    for _ in range(3):
+        for part, seconds in side.on_cpu().items():
+            samples[part].append(seconds)
+    return {part: median(its) for part, its in samples.items()}
 
 
 # ---------------------------------------------------------------- the clocks
@@ -65,7 +77,7 @@ def test_a_slow_kernel_is_found_in_its_part(model, monkeypatch):
         slow(*arguments)
 
     functions["silu_mul", torch.float32] = dawdle
-    parts = side.on_cpu()
+    parts = typical(side)
     assert parts["small ops"] > 0.06 and parts["step"] > 0.06
     assert max(parts[part] for part in step.PARTS if part != "small ops") < 0.05
 
@@ -75,19 +87,19 @@ def test_a_slow_engine_is_python_and_a_slow_model_is_dispatch(model):
     schedule, compute = side.engine.scheduler.schedule, side.compute
     side.engine.scheduler.schedule = lambda: (time.sleep(0.05), schedule())[1]
     side.compute = lambda batch: (time.sleep(0.1), compute(batch))[1]
-    parts = side.on_cpu()
+    parts = typical(side)
     assert parts["Python"] >= 0.05 and parts["dispatch"] > 0.05 and parts["step"] > 0.15
     assert max(parts[part] for part in step.PARTS if part not in ("Python", "dispatch")) < 0.05
 
 
 def test_a_split_adds_up_to_the_step(model):
     for kind in step.KINDS:
-        side = watched(model, kind)
-        parts = side.on_cpu()
-        assert set(parts) == {"step", *step.PARTS} and all(value >= 0 for value in parts.values())
-        assert (
-            sum(parts[part] for part in step.PARTS) < 4 * parts["step"]
-        )  # a busy machine: no more than that
+        side, shares = watched(model, kind), []
+        for _ in range(10):  # on a busy machine most of them may be interrupted
+            parts = side.on_cpu()
+            assert set(parts) == {"step", *step.PARTS} and all(value >= 0 for value in parts.values())
+            shares.append(sum(parts[part] for part in step.PARTS) / parts["step"])
+        assert min(shares) < 4
 
 
 def test_names_decide():
@@ -223,7 +235,9 @@ def test_smollm2_and_2048_tokens_of_pages_fit_in_the_limit(smollm, before, monke
     code = f"{before}\nimport json\nfrom minserve.bench import memory\nprint(json.dumps(memory.serve('bfloat16', '')))"
     run = memory.subprocess.run
     monkeypatch.setattr(memory.subprocess, "run", lambda command, **how: run([command[0], "-c", code], **how))
+    ballast = torch.ones(300_000_000)  # what the parent holds is not counted
     its = memory.measured(common.Options("memory", "", None, torch.bfloat16, True))
+    assert 5e7 < its["imports"] < ballast.nbytes
     assert 0.6e9 < its["peak"] <= memory.LIMIT
     assert sum(its[part] for part in memory.PARTS) == pytest.approx(its["peak"], rel=1e-3)
     assert its["weights"] == 2 * SHAPES["smollm2-135m"].num_params and its["rest"] > 0
@@ -231,13 +245,10 @@ def test_smollm2_and_2048_tokens_of_pages_fit_in_the_limit(smollm, before, monke
     assert (its["packed"] > 0.9 * its["weights"]) if blocks else "once" in its["held"] or its["packed"]
 
 
-def test_a_process_that_dies_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match="no such"):
-        memory.measured(common.Options("memory", "", str(tmp_path / "no such"), torch.bfloat16, True))
-
-
-def test_the_parents_memory_is_not_counted():
-    code = "from minserve.bench.memory import peak; print(peak())"
-    ballast = torch.ones(300_000_000)
-    done = memory.subprocess.run([memory.sys.executable, "-c", code], capture_output=True, text=True)
-    assert 5e7 < int(done.stdout) < ballast.nbytes
+def test_a_process_that_dies_says_why(tmp_path, monkeypatch):
+    folder = str(tmp_path / "no such")
+    with pytest.raises(FetchError, match="no such folder"):
+        memory.serve("bfloat16", folder)
+    monkeypatch.setattr(memory, "SERVES", "import sys; sys.exit('it died of ' + sys.argv[2])")
+    with pytest.raises(RuntimeError, match="it died of .*no such"):
+        memory.measured(common.Options("memory", "", folder, torch.bfloat16, True))

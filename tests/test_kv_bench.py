@@ -228,14 +228,13 @@ WRONG = {
     },
 }
 TESTS = {
-    "bench": [
-        lambda patch: test_rooms_by_hand(),
+    "bench": [  # what costs nothing is asked first
+        lambda patch: test_rooms_by_hand(), lambda patch: test_the_highest_rate(), lambda patch: test_arrivals(),
         *(lambda patch, f=f, k=k: f(k) for f in (
             test_a_room_holds_no_more_than_its_bytes_and_nearly_all_of_them,
             test_as_many_run_at_once_as_the_arithmetic_lets_in, test_a_step_decodes_behind_a_full_cache,
         ) for k in (None, "int4")),
-        test_a_promise_is_kept_or_not, test_one_in_ten_may_be_late, test_a_lost_run_is_given_up,
-        lambda patch: test_the_highest_rate(), lambda patch: test_arrivals(),
+        test_a_promise_is_kept_or_not, test_a_lost_run_is_given_up, test_one_in_ten_may_be_late,
     ],
     "quality": [
         lambda patch: test_the_engines_cache_is_asked(), lambda patch: test_formats_that_nobody_serves(),
