@@ -1,5 +1,7 @@
 """A request alone with rounded keys and values, and no cache: the whole sequence again for every token.
 
+Where an answer is there to be checked, one pass over prompt and answer says what comes at each of its places (told).
+
 Written from the formats, not from the package's code: what int8, fp8 and int4 make of a number, and which positions
 a query sees rounded.
 """
@@ -57,13 +59,18 @@ def attend_rounded(config, kind: str, page: int, sinks: int = 0):
 
 
 @torch.inference_mode()
+def told(model, prompt: list[int], answer: list[int], params: SamplingParams, attend) -> list[int]:
+    """The token that comes behind the prompt and each beginning of the answer: the answer itself, if it is right."""
+    ids, rows = torch.tensor(prompt + answer[:-1]), torch.arange(len(answer)) + len(prompt) - 1
+    logits = model(ids, torch.arange(len(ids)), attend, rows=rows).float()
+    made = enumerate(logits)
+    return [sample(row, params, params.seed, i, prompt, answer[:i], set()) for i, row in made]
+
+
 def alone(
     model, prompt: list[int], params: SamplingParams, kind: str, page: int, sinks: int = 0
 ) -> list[int]:
-    attend = attend_rounded(model.config, kind, page, sinks)
-    tokens = list(prompt)
-    for position in range(params.max_tokens):
-        ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
-        logits = model(ids, positions, attend, rows=positions[-1:])[0].float()
-        tokens.append(sample(logits, params, params.seed, position, prompt, tokens[len(prompt) :], set()))
-    return tokens[len(prompt) :]
+    attend, answer = attend_rounded(model.config, kind, page, sinks), []
+    for _ in range(params.max_tokens):
+        answer.append(told(model, prompt, [*answer, 0], params, attend)[-1])
+    return answer

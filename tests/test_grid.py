@@ -1,4 +1,4 @@
-"""Every pair of features gives the tokens of the plain path: one request alone, one cache, no batch.
+"""Every pair of features gives the tokens of the plain path: one request alone, no cache, no batch.
 
 With quantized weights that is the plain path of the same quantized weights, each multiplied by its definition; with a
 quantized cache it is tests/quantized_oracle.py.
@@ -14,15 +14,15 @@ from functools import cache
 from itertools import combinations
 
 import pytest
-import quantized_oracle
 import torch
+from quantized_oracle import attend_rounded, told
 
 from minserve.calibration import quantize_model
 from minserve.draft_model import DraftModel, EarlyExit
 from minserve.engine import LLM
 from minserve.kernels import native
 from minserve.medusa import Medusa
-from minserve.prefill_decode import generate
+from minserve.prefill_decode import attend_afresh
 from minserve.quantization import QuantLinear, Scheme
 from minserve.quantized_cache import KINDS
 from minserve.request import SamplingParams, Status, seed_of
@@ -154,16 +154,17 @@ def chosen(on: frozenset[str], among: dict):
     return next((among[name] for name in among if name in on), None)
 
 
-def alone(model, on, prompt, params, index):
-    one, kind = replace(params, n=1, seed=seed_of(params.seed, index)), chosen(on, CACHES)
+def assert_alone(model, on, prompt, params, output):
+    """Each token is what the plain path makes of the prompt and the tokens before it: by induction, its answer."""
+    one, kind = replace(params, n=1, seed=seed_of(params.seed, output.index)), chosen(on, CACHES)
     page = 4 if "small pages" in on else 16
     known = model.__dict__.setdefault("answers", {})  # the same questions come in many cases
     key = str((prompt, one, kind, page if kind == "int4" else None))
-    if key not in known and kind:
-        known[key] = quantized_oracle.alone(model, prompt, one, kind, page)
-    elif key not in known:
-        known[key] = list(generate(model, prompt, one))
-    return known[key]
+    if key not in known:
+        attend = attend_rounded(model.config, kind, page) if kind else attend_afresh(model.config)
+        assert output.tokens == told(model, prompt, output.tokens, one, attend)
+        known[key] = output.tokens
+    assert output.tokens == known[key] and len(output.tokens) == one.max_tokens
 
 
 def assert_acted(on: frozenset[str], llm):
@@ -204,7 +205,7 @@ def check(model, on: frozenset[str], **size):
         for prompt, its, outputs in zip(prompts, params, made):
             for output in outputs:
                 assert output.error is None and output.finish_reason == "length"
-                assert output.tokens == alone(model, on, prompt, its, output.index)
+                assert_alone(model, on, prompt, its, output)
     llm.pages.check([])
     assert llm.pages.in_use == 0
     assert_acted(on, llm)
