@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-SECONDS = 12  # after which a test gives up waiting
+SECONDS = 120  # after which a test gives up waiting: many, for a machine that is slow and busy
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello there"}], "temperature": 0, "ignore_eos": True}
 
