@@ -150,25 +150,6 @@ assert llm.generate([5, 9, 2], params)[0][0].tokens == list(generate(model, [5, 
     assert done.returncode == 0, done.stderr
 
 
-CHATS = [
-    "Why is the sky blue?",
-    "Write a haiku about a river, then explain it in one sentence.",
-    "hi",
-]
-
-
-def test_the_real_models_tokens(smollm):
-    """The default path, all chats in one batch: 64 greedy tokens of each are those it gives alone, on the plain one."""
-    from minserve.text import Tokenizer
-
-    model, tokenizer = load(smollm, torch.float32), Tokenizer.load(smollm)
-    prompts = [tokenizer.encode(f"<|im_start|>user\n{c}<|im_end|>\n<|im_start|>assistant\n") for c in CHATS]
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
-    expected = [list(generate(model, prompt, params)) for prompt in prompts]
-    llm = LLM(model, num_pages=64)
-    assert [output.tokens for (output,) in llm.generate(prompts, params)] == expected
-
-
 # ---------------------------------------------------------------- bf16
 def distance(made, exact) -> tuple[float, float]:
     """The largest and the typical error, in units of the exact logits' spread."""
