@@ -86,8 +86,9 @@ def test():
     tests = pytest("tests", "--ignore=tests/kernels", "--ignore=tests/test_floors.py")
     tests += ["--ignore=tests/test_notebooks.py", "--durations=8", *TWO]
     notebooks = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    # the C++ kernels are the same there: the step after it has them
+    # the C++ kernels and the definitions are the same there: the step after it has them
     interpreted = pytest("tests/kernels", "--durations=8", "--ignore-glob=*/test_native*.py", *TWO)
+    interpreted += ["--ignore=tests/kernels/test_definitions.py"]
     steps = [
         ("lint", [py("-m", "ruff", "check", "."), py("-m", "ruff", "format", "--check", ".")], {}),
         ("floors and shape", [pytest("tests/test_floors.py", "tests/test_notebooks.py")], {}),
