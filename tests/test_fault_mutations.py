@@ -1,7 +1,9 @@
 """The tests of a server's faults can fail: each wrong server below, put in its place, turns one of them red."""
 
+import functools
 import importlib
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 
@@ -137,7 +139,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "module, right, wrong, check", WRONG, ids=[f"{w[3]}: {w[1].strip()[:40]}" for w in WRONG]
 )
-def test_a_wrong_server_is_noticed(monkeypatch, folder, module, right, wrong, check):
+def test_a_wrong_server_is_noticed(monkeypatch, folder, rightly, module, right, wrong, check):
+    seconds = rightly(check)
     made = wrong_version(importlib.import_module(f"minserve.{module}"), right, wrong)
     places = [server, front, serving_world, importlib.import_module("minserve.server.live"), fuzz]
     for name, value in vars(made).items():
@@ -149,22 +152,30 @@ def test_a_wrong_server_is_noticed(monkeypatch, folder, module, right, wrong, ch
             ):
                 if hasattr(place, name):
                     monkeypatch.setattr(place, name, value)
-    impatient(monkeypatch)
+    monkeypatch.setattr(fault_world, "SECONDS", seconds)
+    monkeypatch.setattr(serving_world, "PATIENCE", max(8, seconds))
     with pytest.raises(KINDS):
         CHECKS[check](folder)
 
 
-def impatient(monkeypatch):
-    monkeypatch.setattr(fault_world, "SECONDS", 3)
-    monkeypatch.setattr(serving_world, "PATIENCE", 8)
+@pytest.fixture(scope="module")
+def rightly(folder):
+    """rightly("burst"): how long to wait in that check: as long as the right server needs for all of it, and more."""
+
+    @functools.cache
+    def seconds(check):
+        start = time.monotonic()
+        CHECKS[check](folder)
+        return 0.5 + 1.5 * (time.monotonic() - start)
+
+    return seconds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_right_server_passes(monkeypatch, folder, check):
-    """As impatient as the tests above: it is not for want of time that they fail."""
-    impatient(monkeypatch)
-    CHECKS[check](folder)
+def test_the_right_server_passes(rightly, check):
+    """As the tests above need it: what fails there does so neither always nor for want of time."""
+    rightly(check)
 
 
 # ---------------------------------------------------------------- a process
@@ -172,9 +183,9 @@ WRONG_ENDS = [  # of the command itself; file, right, wrong, what must notice
     ("cluster/front.py", "            self.draining = asyncio.create_task(self._drain())",
      "            self.should_exit = True", faults.check_drains),
     ("serve.py", "serving.drain(args.drain_seconds)", "serving.drain(1e9)",
-     partial(faults.check_deadline, 15, drain="0.2")),
+     partial(faults.check_deadline, 15, drain="0.2", tokens=1500)),
     ("cluster/front.py", "            self.hurrying = asyncio.create_task(self.hurry())", "            pass",
-     partial(faults.check_deadline, 15, 15, drain="600")),
+     partial(faults.check_deadline, 15, 15, drain="600", tokens=1500)),
     ("serve.py", "    return 0 if server.started else 1", "    return 1", faults.check_drains),
 ]  # fmt: skip
 

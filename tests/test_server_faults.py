@@ -477,10 +477,13 @@ def test_an_answer_that_cannot_be_told(folder):
 
 
 # ---------------------------------------------------------------- the end of a process
+MINE = "--served-model-name mine --max-running 2".split()
+
+
 def check_drains(folder):
     """SIGTERM: who is being served is served to the end, nobody new is let in, and the command ends with 0."""
-    with serve_process(folder, "--drain-seconds", "60", "--num-pages", "1000") as server:
-        wire = Wire(server.url).post(CHAT, LONG | {"max_tokens": 3000})
+    with serve_process(folder, "--drain-seconds", "600", "--num-pages", "1000", *MINE) as server:
+        wire = Wire(server.url).post(CHAT, LONG | {"max_tokens": 3000, "model": "mine"})
         events = wire.events()
         begun = [next(events) for _ in range(3)]
         server.process.send_signal(signal.SIGTERM)
@@ -495,12 +498,12 @@ def check_drains(folder):
         assert "Traceback" not in "".join(server.errors)
 
 
-def check_deadline(folder, *signals, drain="0.2"):
+def check_deadline(folder, *signals, drain="0.2", tokens=7000):
     """Past the deadline, or told twice: what is left is aborted, and the command ends with 0 all the same."""
     with serve_process(folder, "--drain-seconds", drain, "--num-pages", "1000") as server:
-        wire = Wire(server.url).post(CHAT, LONG | {"max_tokens": 7000, "n": 2})
+        wire = Wire(server.url).post(CHAT, LONG | {"max_tokens": tokens, "n": 2})
         stalled = Wire(server.url, room=4096).post(
-            CHAT, BULKY | {"max_tokens": 5000}
+            CHAT, BULKY | {"max_tokens": min(5000, tokens)}
         )  # and one that reads nothing
         events = wire.events()
         for _ in range(3):
