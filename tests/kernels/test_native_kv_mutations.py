@@ -118,6 +118,10 @@ MUTATIONS = {
         ("offsets of 32 bits", "key = k4 + row * half", "key = k4 + (int32_t)(row * half)"),
     ],
 }  # fmt: skip
-wrong_ones, test_the_right_version_passes, test_the_wrong_version_is_rejected, test_there_are_enough = (
-    rejecting(MUTATIONS, 2, least=8)
-)
+(
+    others,
+    wrong_ones,
+    test_the_right_version_passes,
+    test_the_wrong_version_is_rejected,
+    test_there_are_enough,
+) = rejecting(MUTATIONS, 2, least=8)

@@ -196,33 +196,15 @@ def make(source, *arguments):
         raise native.Unavailable(result.stderr)
 
 
-def compiled(source, flags, out):
-    make(source, "-shared", *flags.split(), "-x", "c++", "-", "-o", out)
+def built(source, flags, part, out):
+    make(source, *flags.split(), f"-DPART={part}", "-c", "-x", "c++", "-", "-o", out)
+    return out
+
+
+def linked(flags, objects, out):
+    """The first of the objects decides what several of them hold."""
+    make(None, "-shared", *flags.split(), *objects, "-o", out)
     return native.Native(ctypes.CDLL(str(out)))
-
-
-def wrong_versions(cases, part, unit, folder, pool):
-    """Each of them, when it is asked for: its part of the source is compiled, the others are the right one's."""
-
-    def built(source, flags, part, name):
-        make(source, *flags.split(), f"-DPART={part}", "-c", "-x", "c++", "-", "-o", folder / name)
-        return folder / name
-
-    right = {
-        (flags, other): pool.submit(built, native_build.source(), flags, other, f"right {flags} {other}.o")
-        for flags in {OWN if case[0] in unit else PLAIN for case in cases}
-        for other in {*range(native_build.PARTS)} - {part}
-    }
-
-    def build(i):
-        battery, _, before, after = cases[i]
-        flags = OWN if battery in unit else PLAIN
-        parts = [built(changed(before, after), flags, part, f"{i}.o")]
-        parts += [object.result() for (its, _), object in right.items() if its == flags]
-        make(None, "-shared", *parts, "-o", folder / f"{i}.so")
-        return native.Native(ctypes.CDLL(str(folder / f"{i}.so")))
-
-    return [pool.submit(build, i) for i in range(len(cases))]
 
 
 def rejecting(mutations: dict, part: int, unit=(), least: int = 6):
@@ -233,38 +215,59 @@ def rejecting(mutations: dict, part: int, unit=(), least: int = 6):
     cases = [(battery, *mutation) for battery, its in mutations.items() for mutation in its]
 
     @pytest.fixture(scope="module")
-    def wrong_ones(tmp_path_factory):
+    def others(tmp_path_factory):
+        """The parts that nothing is wrong in, and that are only there to be loaded with the one that matters."""
+        folder, source = tmp_path_factory.mktemp("others"), native_build.source()
+        return [built(source, PLAIN, i, folder / f"{i}.o") for i in range(native_build.PARTS) if i != part]
+
+    @pytest.fixture(scope="module")
+    def wrong_ones(others, tmp_path_factory):
+        """Each of them, when it is asked for: two are being compiled while another is checked."""
+        folder, has_unit = tmp_path_factory.mktemp("wrong"), native.Native().matrix_units
+
+        def build(i):
+            battery, _, before, after = cases[i]
+            flags = OWN if battery in unit else PLAIN
+            own = built(changed(before, after), flags, part, folder / f"{i}.o")
+            return linked(flags, [own, *others], folder / f"{i}.so")
+
         with ThreadPoolExecutor(2) as pool:
-            yield wrong_versions(cases, part, unit, tmp_path_factory.mktemp("wrong"), pool)
+            yield {
+                i: pool.submit(build, i) for i, case in enumerate(cases) if has_unit or case[0] not in unit
+            }
 
     @pytest.mark.parametrize("flags", [PLAIN, OWN, "-O2 -mavx2 -mfma -fopenmp", "-O3 -march=native"])
-    def right(flags, tmp_path):
+    def right(flags, others, tmp_path):
         """In the form of the wrong ones, and with vectors of every width this machine has."""
         try:
-            ops = compiled(native_build.source(), flags, tmp_path / "right.so")
+            own = built(native_build.source(), flags, part, tmp_path / "right.o")
         except native.Unavailable as error:
             pytest.skip(f"not for this machine: {error}")
+        ops = linked(flags, [own, *others], tmp_path / "right.so")
         for battery in mutations:
             battery(ops)
 
     @pytest.mark.parametrize("i", range(len(cases)), ids=[f"{c[0].__name__}: {c[1]}" for c in cases])
     def wrong(wrong_ones, i):
-        battery = cases[i][0]
-        if battery in unit and not native.Native().matrix_units:
+        if i not in wrong_ones:
             pytest.skip("no matrix unit here")
         ops = wrong_ones[i].result()
         with pytest.raises(AssertionError):
-            battery(ops)
+            cases[i][0](ops)
 
     def enough():
         assert all(len(its) >= least for its in mutations.values())
 
-    return wrong_ones, right, wrong, enough
+    return others, wrong_ones, right, wrong, enough
 
 
-wrong_ones, test_the_right_version_passes, test_the_wrong_version_is_rejected, test_there_are_enough = (
-    rejecting(MUTATIONS, 0, (tiles,))
-)
+(
+    others,
+    wrong_ones,
+    test_the_right_version_passes,
+    test_the_wrong_version_is_rejected,
+    test_there_are_enough,
+) = rejecting(MUTATIONS, 0, (tiles,))
 
 
 # ---------------------------------------------------------------- the Python beside them

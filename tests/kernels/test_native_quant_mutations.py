@@ -127,6 +127,10 @@ MUTATIONS = {
     ],
 }  # fmt: skip
 UNIT = (panels, digits)
-wrong_ones, test_the_right_version_passes, test_the_wrong_version_is_rejected, test_there_are_enough = (
-    rejecting(MUTATIONS, 1, UNIT)
-)
+(
+    others,
+    wrong_ones,
+    test_the_right_version_passes,
+    test_the_wrong_version_is_rejected,
+    test_there_are_enough,
+) = rejecting(MUTATIONS, 1, UNIT)
