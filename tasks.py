@@ -328,7 +328,8 @@ def py(*args):
 
 
 def pytest(*args):
-    return py("-m", "pytest", *args)
+    """nbval starts slowly, and only the notebooks need it."""
+    return py("-m", "pytest", *([] if "--nbval-lax" in args else ["-p", "no:nbval"]), *args)
 
 
 def module(*args):

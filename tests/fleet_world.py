@@ -12,7 +12,7 @@ import uvicorn
 from minserve.cluster import router as router_module
 from minserve.cluster.policies import POLICIES
 
-PATIENCE = 30  # seconds: the longest anything here waits
+PATIENCE = 120  # seconds: the longest anything here waits
 
 
 def in_loop(test):
