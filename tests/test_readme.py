@@ -72,6 +72,19 @@ def test_what_is_said_of_serving_is_recorded():
     assert float(drift) == max(map(abs, expected))
     fast = re.search(r"passed ([\d,]+) times as fast", one)[1]
     assert fast == f"{rows[-1].median:,.0f}"
+    errors = [
+        row for row in rows if re.search(r"accuracy of (throughput|TPOT|mean TTFT|P99 TTFT)$", row.case)
+    ]
+    within = sum(row.samples[0] >= row.target for row in errors)
+    assert f"{within} of {len(errors)} errors are within" in one
+    left = {
+        r.case.rsplit(", ", 1)[1]: f"{r.median * 1e3:.0f} ms"
+        for r in load("disaggregated").rows
+        if " 1x " in r.case
+    }
+    assert (
+        f"{left['whole']} are left to wait for after it when all leave at the end, and {left['layer']}" in one
+    )
 
 
 def test_every_notebook_is_in_the_table():

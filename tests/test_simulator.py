@@ -30,6 +30,9 @@ class Second:
     def of(self, work) -> float:
         return 1.0
 
+    def after(self, pause) -> float:
+        return 0.0
+
 
 class Tokens:
     """A second for each token, and a thousandth for each position seen: no two steps take equally long."""
@@ -38,6 +41,9 @@ class Tokens:
 
     def of(self, w) -> float:
         return w.singles + w.tokens + (w.seen + w.pairs) / 1000
+
+    def after(self, pause) -> float:
+        return pause / 8
 
 
 def scheduler(policy=Scheduler, pool=PagePool, num_pages=64, page_size=4, budget=8, seats=4, **limits):
@@ -265,7 +271,7 @@ def test_plans_and_times_are_those_of_the_engine_under_the_same_clock(model, see
     real = Engine(model, policy=Recorded, step="plain", **limits)
     texts = {a.prefix: [rng.randrange(251) for _ in range(a.prefix_tokens)] for a in arrivals}
     timelines = [Timeline(a.time, prompt_tokens=a.prompt_tokens, priority=a.priority) for a in arrivals]
-    heard, now, due = {}, 0.0, 0
+    heard, now, ready, due = {}, 0.0, 0.0, 0
     while due < len(arrivals) or real.scheduler.has_work:
         if not real.scheduler.has_work:
             now = max(now, arrivals[due].time)
@@ -277,7 +283,7 @@ def test_plans_and_times_are_those_of_the_engine_under_the_same_clock(model, see
             heard[output.request.id] = timelines[due]
             due += 1
         news, rows = real.step(), real.log[-1].rows
-        ended = now + its.of(costs.work_of(rows))
+        ended = now + its.of(costs.work_of(rows)) + its.after(now - ready)
         for output, _ in news:
             timeline = heard[output.request.id]
             timeline.tokens.append(ended)
@@ -285,7 +291,7 @@ def test_plans_and_times_are_those_of_the_engine_under_the_same_clock(model, see
                 request = output.request
                 timeline.ended(ended, output.finish_reason)
                 timeline.cached_tokens, timeline.preemptions = request.cached_tokens, request.preemptions
-        now = ended + its.between
+        now = ready = ended + its.between
 
     make = lambda: Recorded(PagePool(limits["num_pages"], 4), 10, 4)
     simulated = engine.SimulatedEngine(its, make(), stepwise=True)
@@ -339,26 +345,53 @@ def test_seconds_by_hand():
     assert known.seconds(rows) == pytest.approx(known.of(Work(2, 9, 1, 3, 18, 7)))
 
 
+PAUSES = (0.1, 0.04)
+
+
 def log(count: int, seed: int, noise=lambda rng: 1.0, gap: float = 1e-4) -> list[StepRecord]:
-    """Steps that cost what KNOWN says, times some noise; every tenth is the last one before a pause."""
-    rng, known, made, start = random.Random(seed), costs.StepCosts(KNOWN), [], 0.0
+    """Steps that cost what KNOWN and PAUSES say, times some noise; every tenth is the last one before a pause."""
+    rng, known, made, start, pause = random.Random(seed), costs.StepCosts(KNOWN, 0.0, PAUSES), [], 0.0, 0.0
     for step in range(count):
         rows = [Row(i, 1, rng.randrange(500), True) for i in range(rng.randrange(1, 9))]
         if rng.random() < 0.5:
             rows += [
                 Row(99 + i, rng.randrange(2, 200), rng.randrange(300), True) for i in range(rng.randint(1, 2))
             ]
-        seconds = known.seconds(rows) * noise(rng)
+        seconds = (known.seconds(rows) + known.after(pause)) * noise(rng)
         last = {row.request: "length" for row in rows} if step % 10 == 9 else {}
         made.append(StepRecord(step, start, {"model": seconds}, rows, [], len(rows), 0, 0, 0, finished=last))
-        start += seconds + (5.0 if last else gap)
+        pause = rng.choice([0.2, 0.7, 2.0, 3.0, 9.0]) if last else 0.0
+        start += seconds + (pause or gap)
     return made
 
 
 def test_a_fit_finds_the_costs_again():
-    found = costs.StepCosts.fit(log(400, 0))
-    assert found.between == pytest.approx(1e-4)
+    found = costs.StepCosts.fit(log(400, 0), log(50, 5))
+    assert found.between == pytest.approx(1e-4) and found.pauses == pytest.approx(PAUSES)
     assert max(map(abs, found.errors(log(200, 1)))) < 1e-6
+
+
+def test_a_pause():
+    """0.1 s for its first second, 0.04 s for each of the next three; what a log begins with says nothing of it."""
+    known, steps = costs.StepCosts(KNOWN, 0.0, PAUSES), log(40, 0)
+    assert [known.after(pause) for pause in (0.0, 0.5, 1.0, 2.5, 100.0)] == pytest.approx(
+        [0, 0.05, 0.1, 0.16, 0.22]
+    )
+    pauses = [pause for _, pause in costs.with_pauses(steps)]
+    assert len(pauses) == 40 and [i for i, pause in enumerate(pauses) if pause] == [10, 20, 30]
+    steps[0].seconds["model"] *= 50
+    assert costs.StepCosts.fit(log(400, 0), steps).pauses == pytest.approx(PAUSES)
+
+
+def test_who_comes_after_a_pause_waits_longer():
+    """2 s idle before the first step, 7 s before the second request's: 0.2 + 0.7 s more, each for one step."""
+
+    class Sleepy(Second):
+        def after(self, pause):
+            return pause / 10
+
+    one, two = engine.simulate([Arrival(2.0, 3, 2), Arrival(11.2, 3, 2)], Sleepy(), scheduler)
+    assert one.tokens == pytest.approx([3.2, 4.2]) and two.tokens == pytest.approx([12.9, 13.9])
 
 
 def test_a_fit_is_not_led_astray_by_steps_that_others_delayed():
@@ -367,8 +400,8 @@ def test_a_fit_is_not_led_astray_by_steps_that_others_delayed():
     found = costs.StepCosts.fit(delayed)
     errors = np.array(found.errors(log(200, 1)))
     assert abs(errors.mean() - 0.10) < 0.03 and errors.std() < 0.02
-    total = sum(found.seconds(record.rows) for record in delayed)
-    assert total == pytest.approx(sum(record.total for record in delayed))
+    total = sum(expected for _, expected in found.expected(delayed)[1:])
+    assert total == pytest.approx(sum(record.total for record in delayed[1:]))
 
 
 def test_no_cost_is_negative_and_none_is_invented():
@@ -378,24 +411,25 @@ def test_no_cost_is_negative_and_none_is_invented():
 
 
 def test_a_machine_that_is_slower_today():
-    known = costs.StepCosts(KNOWN, 1e-4)
+    known = costs.StepCosts(KNOWN, 1e-4, PAUSES)
     slow = log(50, 3, lambda rng: rng.uniform(1.2, 1.4))
     slow[7].seconds["model"] = 60.0  # a hiccup
     pace = known.pace(slow)
     assert 1.25 < pace < 1.35 and known.times(pace).pace(slow) == pytest.approx(1)
     assert known.times(2.0).of(Work(1, 5)) == pytest.approx(2 * known.of(Work(1, 5)))
-    assert known.times(2.0).between == 2e-4
+    assert known.times(2.0).between == 2e-4 and known.times(2.0).pauses == (0.2, 0.08)
 
 
 def test_a_log_too_short_to_learn_from():
-    with pytest.raises(ValueError, match="3 steps cannot tell 17 costs apart: run at least 34 steps"):
+    with pytest.raises(ValueError, match="2 steps cannot tell 19 costs apart: run at least 38 steps"):
         costs.StepCosts.fit(log(3, 0))
 
 
 def test_the_table_names_what_costs():
-    text = costs.StepCosts(KNOWN, 1e-5).table()
+    text = costs.StepCosts(KNOWN, 1e-5, (0.0, 0.03)).table()
     assert "step with a chunk" in text and "20,000.000 µs" in text and "between two steps" in text
-    assert "position read by a chunk" not in text
+    assert "position read by a chunk" not in text and "before it, the first" not in text
+    assert "before it, the next three" in text and "30,000.000 µs" in text
 
 
 def test_nonnegative_least_squares():
@@ -547,15 +581,22 @@ WRONG = [
     (costs, "T = w.singles + w.tokens", "T = w.tokens", "seconds_by_hand"),
     (costs, "2 * max(np.median(errors), 1e-9)", "1e9", "others_delayed"),
     (costs, "found *= seconds.sum() / expected.sum()", "pass", "others_delayed"),
-    (costs, "for a, b in pairwise(log) if went_on(a)", "for a, b in pairwise(log)][-1:] + [9.0 for a in log",
+    (engine, " + self.costs.after(start - self.idle_since)", "", "after_a_pause"),
+    (engine, "        self.idle_since = self.now\n", "", "after_a_pause"),
+    (costs, "min(max(pause - 1.0, 0.0), 3.0)", "max(pause - 1.0, 0.0)", "a_pause"),
+    (costs, "0.0 if went_on(a) else b.start - a.start - a.total", "b.start - a.start - a.total", "a_pause"),
+    (costs, "in with_pauses(log)[1:]]", "in with_pauses(log)]", "a_pause"),
+    (costs, "pace * self.between, longer(self.pauses)", "pace * self.between, self.pauses", "slower_today"),
+    (costs, "for log in logs for a, b in pairwise(log) if went_on(a)",
+     "for log in logs for a, b in pairwise(log)][-1:] + [9.0 for a in logs[0]",
      "finds_the_costs_again"),
     (costs, "return record.running + len(record.waiting) + record.behind > len(record.finished)", "return False",
      "finds_the_costs_again"),
     (costs, "below = free & (best <= 0)", "below = free & False", "nonnegative_least"),
     (costs, "if slope.max() <= 1e-10", "if slope.max() <= 1e10", "nonnegative_least"),
-    (costs, "return median(record.total / self.seconds", "return median(self.seconds", "slower_today"),
-    (costs, "pace * self.between", "self.between", "slower_today"),
-    (costs, "if len(log) < 2 * len(FEATURES):", "if False:", "too_short"),
+    (costs, "median(record.total / expected", "median(expected", "slower_today"),
+    (costs, "pace * self.between,", "self.between,", "slower_today"),
+    (costs, "if len(steps) < 2 * wanted:", "if False:", "too_short"),
     (fleet, "healthy = member.engine.ongoing, member.ready <= now", "healthy = 0, member.ready <= now",
      "two_share"),
     (fleet, "healthy = member.engine.ongoing, member.ready <= now", "healthy = member.engine.ongoing, True",

@@ -71,7 +71,7 @@ def costs_of(options: Options) -> tuple[StepCosts, str]:
     log = list(llm.log)
     serve(llm, mix(0.5 * rate, 4 / rate if options.quick else 30.0, seed=2))
     source = f"costs of {label(options.model)} {options.dtype_name}, learned here"
-    return StepCosts.fit(log + list(llm.log)), source
+    return StepCosts.fit(log, list(llm.log)), source
 
 
 def splits(report: Report, quick: bool, progress) -> None:

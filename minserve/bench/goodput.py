@@ -48,7 +48,7 @@ from minserve.scheduler import Scheduler, WholePrompts
 
 SECONDS, REQUESTS = 5.0, 24  # of a run, at least both
 SEATS, DECODING, OVERLOAD = 32, 8, 1.25
-BUDGET, TARGET = 570.0, 1.5
+BUDGET, TARGET = 1170.0, 1.5
 
 
 def run(options: Options) -> Report:

@@ -75,13 +75,13 @@ def run(options: Options) -> Report:
         for who, llm in engines.items():
             timelines = serve(llm, trace, urgent_first=who == "urgent first")
             log, after = list(llm.log), probe()
-            runs.append(Run(share, who, trace, timelines, log, before + after))
+            runs.append(Run(share, who, trace, timelines, log, [before, after]))
             before = after
     serve(engines["whole prompts"], heap(taught, 6 if few else 30, seed=400))
-    logs = [*itertools.chain(*logs), *engines["whole prompts"].log]
-    costs = StepCosts.fit(logs)
+    logs.append(list(engines["whole prompts"].log))
+    costs = StepCosts.fit(*logs)
     for one in runs:
-        one.predict(costs, costs.pace(logs))
+        one.predict(costs, costs.pace(*logs))
     tell(report, case, runs, costs, rates[1])
     rate = LOADS[-1] * rates[1]
     speed(report, case, costs, asked(rate, 50 / rate if few else 1200, seed=400))
@@ -155,13 +155,13 @@ class Run:
     arrivals: list[Arrival]
     measured: list[Timeline]
     log: list[StepRecord]
-    probes: list[StepRecord]  # just before and just after
+    probes: list[list[StepRecord]]  # just before and just after
 
     def predict(self, costs: StepCosts, usual: float) -> None:
         """`usual`: the pace of all that was fitted."""
         urgent_first = self.who == "urgent first"
         arrivals = self.arrivals if urgent_first else with_priorities(self.arrivals, {0: 1.0})
-        self.costs = costs.times(costs.pace(self.probes) / usual)
+        self.costs = costs.times(costs.pace(*self.probes) / usual)
         self.simulated = simulate(arrivals, self.costs, partial(scheduler, POLICIES[self.who]))
         self.drift = self.costs.pace(self.log) / usual - 1
 

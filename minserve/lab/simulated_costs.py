@@ -19,7 +19,7 @@ from minserve.kv_cache import bytes_per_token
 from minserve.lab.report import Report
 from minserve.lab.roofline import GPUS, Machine
 from minserve.metrics import SLO
-from minserve.simulator.costs import BETWEEN, FEATURES, Costs, StepCosts, Work, work
+from minserve.simulator.costs import BETWEEN, FEATURES, PAUSES, Costs, StepCosts, Work, work
 
 PAGE = 16
 DECODING = 16  # requests, in the step of a promise
@@ -29,8 +29,7 @@ FITTED = "accuracy of a step's seconds, held out, median"
 
 def written(costs: StepCosts) -> str:
     """Costs in a line that recorded_costs reads."""
-    named = [*zip(FEATURES, costs.coefficients), (BETWEEN, costs.between)]
-    return "µs: " + "; ".join(f"{name} = {cost * 1e6:.6g}" for name, cost in named if cost)
+    return "µs: " + "; ".join(f"{name} = {cost * 1e6:.6g}" for name, cost in costs.named() if cost)
 
 
 def recorded_costs(report: Report) -> StepCosts:
@@ -42,7 +41,8 @@ def recorded_costs(report: Report) -> StepCosts:
         )
     pairs = [part.split(" = ") for part in notes[0].removeprefix("µs: ").split("; ")]
     known = {name: float(cost) / 1e6 for name, cost in pairs}
-    return StepCosts(tuple(known.get(name, 0.0) for name in FEATURES), known.get(BETWEEN, 0.0))
+    of = lambda names: tuple(known.get(name, 0.0) for name in names)
+    return StepCosts(of(FEATURES), *of([BETWEEN]), of(PAUSES))
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,9 @@ class Assumed:
         nbytes = self.weights + self.position * (w.seen + w.read)
         flops = self.token * (w.singles + w.tokens) + self.pair * (w.seen + w.pairs)
         return self.launch + nbytes + flops - self.hidden * min(nbytes, flops)
+
+    def after(self, pause: float) -> float:
+        return 0.0
 
 
 def promise(costs: Costs, prompt: int, output: int, multiples: tuple[float, float]) -> SLO:

@@ -61,6 +61,7 @@ class SimulatedEngine:
     def __init__(self, costs: Costs, scheduler: Scheduler, *, start: float = 0.0, stepwise: bool = False):
         self.costs, self.scheduler, self.stepwise = costs, scheduler, stepwise
         self.now = start  # when it is ready for a step
+        self.idle_since = start  # when it was ready first
         self.flight: Flight | None = None
         self.steps = 0
         self._timelines: dict[int, Timeline] = {}  # by request id, until they end
@@ -124,10 +125,12 @@ class SimulatedEngine:
                 raise RuntimeError(
                     f"{self.ongoing} requests are under way, and the scheduler planned nothing"
                 )
-            ends = [start + self.costs.of(work((n, request.computed) for request, n in plan))]
+            seconds = self.costs.of(work((n, request.computed) for request, n in plan))
+            ends = [start + seconds + self.costs.after(start - self.idle_since)]
         self.steps += len(ends)
         self.flight = Flight(plan, start, ends)
         self.now = ends[-1] + self.costs.between
+        self.idle_since = self.now
 
     def _equal_steps(self, until: float) -> list[float]:
         """Ends of the decode steps that certainly come next, as long as nobody joins, ends, or lacks a page."""
