@@ -84,17 +84,25 @@ def run_():
 def test():
     """set up, then every check: lint, floors, definitions, kernels interpreted and compiled, notebooks"""
     setup()
-    tests = pytest("tests", "--ignore=tests/kernels", "--ignore=tests/test_floors.py")
-    tests += ["--ignore=tests/test_notebooks.py", "--durations=8", *TWO]
+    shape = ["tests/test_floors.py", "tests/test_notebooks.py"]
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_*.py"))
+    parts = {  # by the name's first letter, so that one sees on a slow machine how far it is
+        f"definitions, {first} to {last}": [
+            file
+            for file in files
+            if first <= Path(file).name[5] <= last and Path(file).as_posix() not in shape
+        ]
+        for first, last in ("ae", "fr", "sz")
+    }
     notebooks = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     # the C++ kernels and the definitions are the same there: the step after it has them
     interpreted = pytest("tests/kernels", "--durations=8", "--ignore-glob=*/test_native*.py", *TWO)
     interpreted += ["--ignore=tests/kernels/test_definitions.py"]
     steps = [
         ("lint", [py("-m", "ruff", "check", "."), py("-m", "ruff", "format", "--check", ".")], {}),
-        ("floors and shape", [pytest("tests/test_floors.py", "tests/test_notebooks.py")], {}),
+        ("floors and shape", [pytest(*shape)], {}),
         ("model", [py("-m", "minserve", "fetch")], {}),
-        ("definitions", [tests], ALONE),
+        *((name, [pytest(*its, "--durations=5", *TWO)], ALONE) for name, its in parts.items()),
     ]
     if has_triton():
         steps += [

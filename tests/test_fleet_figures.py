@@ -9,6 +9,7 @@ from serving_world import tiny_folder
 from wrong_versions import wrong_version
 
 from minserve.arrivals import Arrival
+from minserve.bench import redraw
 from minserve.cluster.autoscaler import AutoscalingConfig, Round
 from minserve.lab import fleet, fleet_figures
 from minserve.lab.layout import text_boxes
@@ -42,6 +43,9 @@ def check_steps(m):
         [(0.5, 1.2), (1.5, 1.2), (2.9, 1.8), (2.9, 2.2), (3.1, 1.8)]
     )
     assert list(inside) == [False, True, True, False, False]  # from the need on until the third answered
+    upper, lower = m.lived(ROUNDS, 2.0).figure.axes
+    assert lines_of(upper) == {name: y for name, y in lines_of(above).items() if name != "needed"}
+    assert lines_of(lower) == lines_of(below) and not upper.get_legend()
     assert m.fleet_finding(ROUNDS) == "1 → 3 → 1 replicas in 2 decisions, for up to 9 requests at once"
     plt.close("all")
 
@@ -88,6 +92,7 @@ def test_figures_show_what_they_are_given(check):
 
 
 WRONG = [
+    ("the queue stands above", "    queue(axes[1], rounds, target", "    queue(axes[0], rounds, target", check_steps),
     ("running is drawn as asked for", "[r.running + r.starting for r in rounds]", "[r.running for r in rounds]",
      check_steps),
     ("lines instead of steps", 'ax.step(times, running, where="post",', "ax.plot(times, running,", check_steps),
@@ -157,6 +162,8 @@ def test_what_was_recorded_is_read_again(tmp_path):
     again = Report.load(tmp_path / "x.json")
     assert again.row("changes of the target").median == 2 and again.row("cold start").median == 7.0
     assert again.row("requests").note == "1 failed"
+    redraw.fleet(tmp_path / "x.json", tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 2000
 
 
 def test_a_recorded_command_does_not_say_where_things_lie():

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
-from minserve.bench import knob, kv, peers, quality, spec
+from minserve.bench import goodput, knob, kv, peers, quality, spec
 from minserve.lab.report import Report
+from minserve.lab.simulated_costs import recorded_costs
+from minserve.simulator.costs import FEATURES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,7 +65,12 @@ def test_the_table_of_drafters_is_the_recorded_one():
 
 def test_what_is_said_of_serving_is_recorded():
     load = lambda name: Report.load(ROOT / "figures" / "data" / f"{name}_cpu.json")
-    assert knob.markdown(load("knob")) in README
+    assert knob.markdown(load("knob")) in README and goodput.markdown(load("goodput")) in README
+    fitted = recorded_costs(load("simulator"))
+    chunk, single = (
+        fitted.coefficients[FEATURES.index(f"step {what}")] for what in ("with a chunk", "of single tokens")
+    )
+    assert chunk > 2 * single, "costs this CPU more than two decode steps"
     rows, one = load("simulator").rows, " ".join(README.split())
     drift = re.search(r"drifted by up to ([\d.]+) %", one)[1]
     expected = [

@@ -81,12 +81,24 @@ def dry(run) -> str:
     return "; a dry run, its numbers mean nothing" if run.dry else ""
 
 
+def fleet(recorded: Path, into: Path) -> None:
+    """The fleet of `python -m minserve.lab.fleet scaling`, as it was lived."""
+    from minserve.lab import fleet_figures  # these need the extra [server]
+    from minserve.lab.fleet import QUICK, recorded_rounds
+
+    rounds, report = recorded_rounds(recorded), Report.load(recorded)
+    ax = fleet_figures.lived(rounds, QUICK.target_ongoing_requests)
+    figures.save(ax, into, fleet_figures.fleet_finding(rounds), f"{report.where}, {report.date}")
+
+
 def main() -> None:
     layout(FIGURES / "03_layout.png")
     kv_figures.draw(FIGURES / "10_users.png")
     for data, draw, picture in DRAWN:
         if (recorded := FIGURES / "data" / data).is_file():
             draw(Report.load(recorded), FIGURES / picture)
+    if (recorded := FIGURES / "data" / "fleet_scaling.json").is_file():
+        fleet(recorded, FIGURES / "14_scaling.png")
     gpu(FIGURES / "data", FIGURES)
     print("drawn:", ", ".join(sorted(path.as_posix() for path in FIGURES.glob("*.png"))))
 

@@ -66,6 +66,18 @@ def fleet_finding(rounds: Sequence[Round]) -> str:
     return f"{first} → {most} → {last} replicas in {changes} decisions, for up to {queued} requests at once"
 
 
+def lived(rounds: Sequence[Round], target_ongoing_requests: float):
+    """A fleet of processes: its replicas above, its requests below. Returns the upper axes."""
+    figure, axes = plt.subplots(2, 1, figsize=(6.6, 4.0), sharex=True, layout="constrained")
+    replicas(axes[0], rounds)
+    queue(axes[1], rounds, target_ongoing_requests)
+    parts = [part for ax in axes for part in zip(*ax.get_legend_handles_labels())]
+    for ax in axes:
+        ax.get_legend().remove()
+    figure.legend(*zip(*parts), frameon=False, fontsize=8, ncols=4, loc="outside lower center")
+    return axes[0]
+
+
 def oscillation(runs: dict[str, Replay], target_ongoing_requests: float, where: str):
     """A column for each {label: replay}, replicas above and requests below. Returns the figure."""
     figure, axes = plt.subplots(
