@@ -147,7 +147,8 @@ def test_a_prompt_that_was_computed_elsewhere():
     one = engine.SimulatedEngine(Tokens(), scheduler())
     assert one.add(Arrival(3.0, 6, 3), 3.0, begun) is begun
     one.run()
-    assert begun.tokens == [1.0, 3 + 1.007, 3 + 1.007 + 0.01 + 1.008] and begun.first == 1.0
+    second = 3 + 1.007 + 3 / 8  # after a pause of 3 s
+    assert begun.tokens == [1.0, second, second + 0.01 + 1.008] and begun.first == 1.0
     assert begun.started == 0.25 and begun.arrival == 0.0 and begun.reason == "length"
 
 
