@@ -44,7 +44,7 @@ def accuracy(ax, errors: Errors) -> None:
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xlim(0, None)
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    ax.xaxis.set_major_formatter(lambda x, _: f"{100 * x:g}%")
     ax.set_xlabel("|simulated / measured - 1|, the worst of three policies   (grey: target)", fontsize=9)
     ax.legend(frameon=False, fontsize=8)
     plain(ax)
@@ -129,8 +129,8 @@ def bills(ax, points: Bills) -> None:
         fixed = name.endswith("replicas")
         color, _, marker = LINES[0 if fixed else 1]
         ax.plot(hours, share, color=color, marker=marker, linestyle="")
-        above = dict(xytext=(0, 7 if fixed else -14), textcoords="offset points", ha="center")
-        ax.annotate(name, (hours, share), **above, fontsize=8, color=INK)
+        place = dict(xytext=(0, 7), ha="center") if fixed else dict(xytext=(-7, -3), ha="right")
+        ax.annotate(name, (hours, share), **place, textcoords="offset points", fontsize=8, color=INK)
     hours = [hours for hours, _ in points.values()]
     ax.set_xlim(0, max(hours) * 1.25)
     ax.set_ylim(0, 1.1)
