@@ -192,9 +192,11 @@ async def until_async(world, condition):
 
 
 @pytest.mark.slow
-def test_killed_it_leaves_nobody_behind(folder):
+def test_killed_it_leaves_nobody_behind(folder, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     with fleet_process(folder, "--replicas", "1") as world:
         [child] = world.replicas()
+        assert child.environ()["OMP_WAIT_POLICY"] == "PASSIVE", "replicas share their cores"
         world.process.kill()
         gone, left = psutil.wait_procs([child], timeout=PATIENCE)
         assert gone == [child] and left == []

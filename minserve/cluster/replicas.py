@@ -25,6 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LINE = "minserve: serving "  # NAME at URL: what a server says once it answers
+BESIDE_OTHERS = {
+    "OMP_WAIT_POLICY": "PASSIVE"
+}  # threads that spin while they wait take the other replicas' cores
 
 
 class ReplicaFailed(RuntimeError):
@@ -70,7 +73,7 @@ class LocalReplicas:
                 stdin=asyncio.subprocess.PIPE,  # nobody writes: it ends when we do
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=BESIDE_OTHERS | os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # a Ctrl-C in the terminal is for us: we drain, then stop them
             ),
             time.monotonic(),
