@@ -61,7 +61,7 @@ class SimulatedEngine:
     def __init__(self, costs: Costs, scheduler: Scheduler, *, start: float = 0.0, stepwise: bool = False):
         self.costs, self.scheduler, self.stepwise = costs, scheduler, stepwise
         self.now = start  # when it is ready for a step
-        self.idle_since = start  # when it was ready first
+        self.idle_since = start  # since when it could have begun one
         self.flight: Flight | None = None
         self.steps = 0
         self._timelines: dict[int, Timeline] = {}  # by request id, until they end
