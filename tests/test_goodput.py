@@ -299,6 +299,18 @@ def check_the_queue(m):
     assert len(side.arrivals(2.0, 0)) == 100, "at least so many, and at least so long"
 
 
+def check_capacity(m):
+    """The better of two, so that one slow moment does not make a bound that is exceeded."""
+    rates, asked = iter([5.0, 3.0, 8.0]), []
+
+    class Moody(m.Side):
+        def at_once(self, requests):
+            asked.append(requests)
+            return next(rates)
+
+    assert Moody("moody", alone_in_line, None, 10, 4.0).capacity == 8.0 and asked == [10, 20, 20]
+
+
 def check_a_known_answer(m):
     """No waiting at all for 90 %: in M/D/1 a request finds the server idle with chance 1 - rho, so rho is 0.1."""
     promise = goodput_work.Promise(((4, SLO(1.0 + 1e-9, 1.0)),))
@@ -400,6 +412,7 @@ def bench_of(m, monkeypatch, seconds=SMOL, n: int = 24):
     monkeypatch.setattr(
         m.Bench, "alone", lambda self, trace, kinds: {n: seconds(n, 1) for n in kinds.values()}
     )
+    monkeypatch.setattr(m.Bench, "first", lambda self, tokens: [seconds(tokens, 1)])
     monkeypatch.setattr(m.Bench, "step", lambda self, trace: seconds(8, 8))
     monkeypatch.setattr(m, "full_step", lambda model, budget, prompt: seconds(budget, 8))
     for module in (m, goodput_search):
@@ -415,6 +428,13 @@ def check_chunk(m, monkeypatch):
     ]  # fmt: skip
 
 
+def check_long(m, monkeypatch):
+    bench = bench_of(m, monkeypatch, lambda tokens, rows: tokens / 1000)
+    assert [m.long_for(bench, step) for step in (0.01, 0.03, 0.04, 0.06, 0.08, 1.0)] == [
+        1024, 1024, 2048, 2048, 4096, 4096,
+    ]  # fmt: skip
+
+
 def check_chunks(m, monkeypatch):
     bench = bench_of(m, monkeypatch)
     m.chunks(bench, forever())
@@ -423,7 +443,7 @@ def check_chunks(m, monkeypatch):
     assert ratio.case == "mixed, chunks of 64, strict: chunked / whole" and ratio.target == 1.5
     assert ratio.median > 1.5, "long prompts stop everybody"
     strict, loose = (report.row(f"mixed, chunks of 64, {slo}: whole") for slo in ("strict", "loose"))
-    step, chat, long = SMOL(8, 8), SMOL(96, 1), SMOL(1024, 1)
+    step, chat, long = SMOL(8, 8), SMOL(96, 1), SMOL(2048, 1)
     over = long + chat - 5 * chat
     assert strict.bound == pytest.approx(0.1 / (1 / 12 * over * (1 + step / (2 * step))))
     assert loose.bound > strict.bound and 0.3 < strict.ratio < 1.2, (
@@ -470,7 +490,8 @@ PLAIN = {
     served: [check_drive, check_order, check_refused, check_give_up, check_end, check_prompts, check_doomed,
              check_steps, check_broken],
     goodput_work: [check_traces, check_promise, check_stalls],
-    goodput_search: [check_highest, check_comparison, check_no_time, check_the_queue, check_a_known_answer],
+    goodput_search: [check_highest, check_comparison, check_no_time, check_the_queue, check_capacity,
+        check_a_known_answer],
 }  # fmt: skip
 
 
@@ -500,7 +521,9 @@ def check_table(m, monkeypatch):
     assert m.markdown(report) == TABLE
 
 
-@pytest.mark.parametrize("check", [check_chunk, check_chunks, check_prefixes, check_overload, check_table])
+@pytest.mark.parametrize(
+    "check", [check_chunk, check_long, check_chunks, check_prefixes, check_overload, check_table]
+)
 def test_on_an_imagined_machine(check, monkeypatch):
     check(goodput, monkeypatch)
 
@@ -611,6 +634,7 @@ WRONG = {
         "rates that did not pass": ("0.0 if self.good is None else STEP**self.good", "STEP**self.bad"),
         "rounded up": ("math.floor(math.log(rate)", "math.ceil(math.log(rate)"),
         "short runs": ("max(self.requests, math.ceil(rate * self.seconds))", "self.requests"),
+        "the first for the better one": ("max(self.at_once(many) for _ in range(2))", "self.at_once(many)"),
         "they come one by one": ("replace(a, time=0.0)", "a"),
         "the last one's time is not counted": ("/ (max(t.finished", "/ (min(t.finished"),
         "hopeless runs go on": ("return lost > LOST * len(timelines)", "return False"),
@@ -641,6 +665,7 @@ WRONG = {
             "full_step(model, DECODING + n, prompt)",
             "full_step(model, n, prompt)",
         ),
+        "nobody keeps others waiting": ("median(bench.first(n)) >= enough", "True"),
         "nobody is urgent": ('("two priorities", arrivals)', '("two priorities", alike)'),
         "no overload": ("OVERLOAD * side.capacity", "0.5 * side.capacity"),
         "those who age overtake": ("ageing=10**6", "ageing=0"),
@@ -659,5 +684,5 @@ def test_a_wrong_version_is_found(module, what, monkeypatch):
     with pytest.raises((Exception, pytest.fail.Exception)):  # an assertion, or whatever the fault leads to
         for check in PLAIN.get(module, ()):
             check(wrong)
-        for check in (check_chunk, check_table, check_overload) if module is goodput else ():
+        for check in (check_chunk, check_long, check_table, check_overload) if module is goodput else ():
             check(wrong, monkeypatch)
