@@ -64,11 +64,16 @@ def check_oscillation(m):
     plt.close("all")
 
 
-def check_policies(m):
+def routing_report():
     report = Report("fleet-routing", "x", "here", {}, "2000-01-01", "c")
     for policy, share in zip(POLICIES, (0.4, 0.5, 0.45, 0.7)):
         report.add(Row(f"{policy}: cached", "of prompt tokens", [share, share + 0.02, share - 0.1], 0.75))
         report.add(Row(f"{policy}: TTFT p50", "s", [share / 10]))
+    return report
+
+
+def check_policies(m):
+    report = routing_report()
     rows, bound = m.recorded_policies(report)
     assert rows["prefix_aware"] == (0.7, pytest.approx(0.07)) and bound == 0.75
     _, ax = plt.subplots(figsize=(6.4, 2.6))
@@ -163,6 +168,11 @@ def test_what_was_recorded_is_read_again(tmp_path):
     assert again.row("changes of the target").median == 2 and again.row("cold start").median == 7.0
     assert again.row("requests").note == "1 failed"
     redraw.fleet(tmp_path / "x.json", tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 2000
+
+
+def test_recorded_policies_are_drawn(tmp_path):
+    redraw.routing(routing_report(), tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 2000
 
 

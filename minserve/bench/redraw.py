@@ -91,6 +91,15 @@ def fleet(recorded: Path, into: Path) -> None:
     figures.save(ax, into, fleet_figures.fleet_finding(rounds), f"{report.where}, {report.date}")
 
 
+def routing(report: Report, path: Path) -> None:
+    """What each policy of the router was worth in `python -m minserve.lab.fleet routing`."""
+    from minserve.lab import fleet_figures  # needs the extra [server]
+
+    rows, bound = fleet_figures.recorded_policies(report)
+    ax = fleet_figures.policies(figures.axes(6.6, 2.2), rows, bound)
+    figures.save(ax, path, fleet_figures.policies_finding(rows), f"{report.where}, {report.date}")
+
+
 def main() -> None:
     layout(FIGURES / "03_layout.png")
     kv_figures.draw(FIGURES / "10_users.png")
@@ -99,6 +108,8 @@ def main() -> None:
             draw(Report.load(recorded), FIGURES / picture)
     if (recorded := FIGURES / "data" / "fleet_scaling.json").is_file():
         fleet(recorded, FIGURES / "14_scaling.png")
+    if (recorded := FIGURES / "data" / "fleet_routing.json").is_file():
+        routing(Report.load(recorded), FIGURES / "14_routing.png")
     gpu(FIGURES / "data", FIGURES)
     print("drawn:", ", ".join(sorted(path.as_posix() for path in FIGURES.glob("*.png"))))
 
