@@ -18,6 +18,8 @@ from minserve.kernels import compile_counts as counts
 from minserve.kernels import compile_report as report
 from minserve.kernels import decode_attention, paged_attention, paged_prefill, prefill_attention
 
+pytestmark = pytest.mark.timeout(1800)  # the first one waits for hundreds of compilations
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
