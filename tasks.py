@@ -43,6 +43,7 @@ NOT_CORE |= {"study", "training", "self_text"}  # how trained parts come about
 NOT_CORE |= {"fetch", "sources"}  # how a model comes to this machine: nothing about serving it
 TWO = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadfile"]  # files side by side, each on one thread
 TWO += ["--no-loadscope-reorder"]  # as they come: a file of few long tests would be left for the end
+TWO += ["--max-worker-restart=0"]  # else a test that takes its process down is begun again and again
 ALONE = {"OMP_NUM_THREADS": "1"}
 WIDGET = "application/vnd.jupyter.widget-view+json"
 BENCHES = "decode decode-quant prefill step overhead paged-attention batching prefix chunked kv".split()
