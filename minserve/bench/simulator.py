@@ -40,6 +40,7 @@ from minserve.step_log import StepRecord
 
 LOADS = (0.3, 0.6, 0.85)  # of capacity
 SEATS, BUDGET, PAGES = 16, 256, 2048
+REQUESTS = 80  # of each trace: with fewer, at a low load, two prompts that meet or miss each other decide its averages
 LONGEST = 512  # tokens of a prompt, and of an answer
 POLICIES = {"chunked": Scheduler, "whole prompts": WholePrompts, "urgent first": Scheduler}
 WITHIN = {"throughput": 0.03, "TPOT": 0.04, "mean TTFT": 0.08, "P99 TTFT": 0.15}
@@ -67,7 +68,7 @@ def run(options: Options) -> Report:
 
     for i, share in enumerate(LOADS):
         learn, ask = (share * rate for rate in rates)
-        seconds = 4 / min(learn, ask) if few else 24.0  # of a predicted trace
+        seconds = (4 if few else REQUESTS) / min(learn, ask)  # of a predicted trace
         for who in ("chunked", "whole prompts"):
             serve(engines[who], taught(learn, seconds / 2, seed=100 + i))
             logs.append(list(engines[who].log))
