@@ -5,8 +5,6 @@ from pathlib import Path
 
 from minserve.bench import goodput, knob, kv, peers, quality, spec
 from minserve.lab.report import Report
-from minserve.lab.simulated_costs import recorded_costs
-from minserve.simulator.costs import FEATURES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,11 +64,7 @@ def test_the_table_of_drafters_is_the_recorded_one():
 def test_what_is_said_of_serving_is_recorded():
     load = lambda name: Report.load(ROOT / "figures" / "data" / f"{name}_cpu.json")
     assert knob.markdown(load("knob")) in README and goodput.markdown(load("goodput")) in README
-    fitted = recorded_costs(load("simulator"))
-    chunk, single = (
-        fitted.coefficients[FEATURES.index(f"step {what}")] for what in ("with a chunk", "of single tokens")
-    )
-    assert chunk > 2 * single, "costs this CPU more than two decode steps"
+    check_chunks_and_index()
     rows, one = load("simulator").rows, " ".join(README.split())
     drift = re.search(r"drifted by up to ([\d.]+) %", one)[1]
     expected = [
@@ -84,6 +78,9 @@ def test_what_is_said_of_serving_is_recorded():
     ]
     within = sum(row.samples[0] >= row.target for row in errors)
     assert f"{within} of {len(errors)} errors are within" in one
+    assert all(row.samples[0] == 1 for row in rows if row.case.endswith("in the same order")), (
+        "rank as they do"
+    )
     left = {
         r.case.rsplit(", ", 1)[1]: f"{r.median * 1e3:.0f} ms"
         for r in load("disaggregated").rows
@@ -92,6 +89,32 @@ def test_what_is_said_of_serving_is_recorded():
     assert (
         f"{left['whole']} are left to wait for after it when all leave at the end, and {left['layer']}" in one
     )
+
+
+def check_chunks_and_index():
+    """What is said of them under the table, of this machine and of the one with a matrix unit."""
+    data, one = ROOT / "figures" / "data", " ".join(README.split())
+    here, there = (Report.load(data / f"goodput_{name}.json") for name in ("cpu", "matrix_unit"))
+    median = lambda report, end: next(row.median for row in report.rows if row.case.endswith(end))
+    chunks = [median(report, ", strict: chunked / whole") for report in (here, there)]
+    index = median(here, ", strict: index on / index off")
+    assert f"chunks {chunks[0]:.1f} times the goodput of whole prompts, the index {index:.1f} times" in one
+    assert f"there they reached {chunks[1]:.2f} times" in one and chunks[0] > 1 > chunks[1]
+    urgent = [median(here, f"classes, strict, urgent: {how}") for how in ("two priorities", "one queue")]
+    assert urgent[0] > urgent[1], "more of the urgent in time"
+    alone = [median(report, "mixed: first token alone, long") for report in (there, here)]
+    assert "the 1,024 tokens in {:.2f} s instead of {:.2f} s".format(*alone) in one
+    assert {report.row("mixed: first token alone, long").note for report in (here, there)} == {"1,024 tokens"}
+    step = median(there, "mixed: decode step of 8")
+    assert median(there, "chunked: ITL p90") > 2 * step, "more than twice as long as one without"
+
+
+def test_what_a_router_s_policy_is_worth_is_recorded():
+    report, one = Report.load(ROOT / "figures" / "data" / "fleet_routing.json"), " ".join(README.split())
+    cached = lambda policy: report.row(f"{policy}: cached")
+    by_prefix, by_turns = cached("prefix_aware"), cached("round_robin")
+    said = f"{by_prefix.median:.0%} of prompt tokens are found in a cache by prefix, {by_turns.median:.0%} by turns"
+    assert f"{said}; {by_prefix.bound:.0%} is all there is".replace("%", " %") in one
 
 
 def test_every_notebook_is_in_the_table():

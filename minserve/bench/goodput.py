@@ -8,11 +8,12 @@
 Promise  token n by arrival + T1 + n T2, strict and loose, in multiples of this machine's own times (goodput_work.py).
          Refused, aborted or unfinished is missed: averages over those who came through would hide the rest.
 Search   goodput_search.py: three seeds, rates in steps of 20 %, the same requests for both sides
-Bound    requests per second when all are there at once: no promise can be kept for more. For whole prompts it is
-         less where the stalls alone make a tenth late: predicted from times measured alone (goodput_work.stalls).
+Bound    requests per second when all are there at once: for more, no promise can be kept for long. For whole prompts it
+         is less where the stalls alone make a tenth late: predicted from times measured alone (goodput_work.stalls).
 Lengths  A long prompt is one that matters here: of 1,024, 2,048 and 4,096 tokens the first that takes ten times as long
          as a token may under the strict SLO. On a machine that computes prompts in no time, nobody has to be protected.
-Caveat   Runs are short. A queue that would only have grown later is not seen: longer runs find lower rates.
+Caveat   Runs are short. A queue that would only have grown later is not seen: longer runs find lower rates, and a loose
+         promise may outlast a run at more than the bound.
 Story    notebooks/13_serving_and_slos.ipynb
 """
 
