@@ -120,7 +120,7 @@ def test_one_message_or_one_for_each_layer_of_each_chunk(two):
         assert its.producer.sender.sent == messages
         assert its.producer.get_finished() == ({"a"}, set()) and its.consumer.get_finished() == (set(), {"a"})
         assert its.producer.get_finished() == (set(), set())
-    whole = its.producer.shape.bytes_for(40)
+    whole = 5 * its.producer.shape.page_bytes
     assert (
         whole == 5 * S * 3 * 2 * 2 * 16 * 4
     )  # 5 pages of 8 tokens, 3 layers, 2 heads, keys and values of 16 floats

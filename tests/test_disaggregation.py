@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 
 from minserve.cluster.link import Link
 from minserve.engine import LLM
-from minserve.lab.disaggregation import Halves, HandOver, finding, measure_transfer, transfers
+from minserve.lab.disaggregation import Halves, HandOver, finding, knob, measure_transfer
 from minserve.request import SamplingParams
 from minserve.weights import load
 
@@ -47,8 +47,11 @@ def test_rows_and_their_figure(model):
     for row in rows:
         assert row["ttft"] == pytest.approx(row["prefill"] + row["transfer"])
         assert row["transfer"] >= row["bound"] and row["bytes"] == BYTES
-    axes = transfers(plt.figure().add_subplot(), rows)
-    assert len(axes.get_yticklabels()) == 4 and "layer" in axes.get_yticklabels()[1].get_text()
+    axes = knob(plt.figure().add_subplot(), rows, bandwidth=1e6)
+    drawn = {line.get_label(): [*line.get_ydata()] for line in axes.get_lines()}
+    for mode in ("whole", "layer"):
+        assert drawn[f"{mode}, measured"] == [row["transfer"] for row in rows if row["mode"] == mode]
+        assert drawn[f"{mode}, predicted"] == sorted(drawn[f"{mode}, predicted"], reverse=True)
     plt.close("all")
 
 

@@ -104,10 +104,6 @@ class Shape:
         heads, itemsize = (self.kv_heads, self.head_dim), getattr(torch, self.dtype).itemsize
         return int(self.page_size * bytes_per_token(self.layers, *heads, itemsize, self.kv_cache_dtype))
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """What a prompt of so many tokens weighs on its way."""
-        return pages_for(num_tokens, self.page_size) * self.page_bytes
-
     def check(self, theirs: dict) -> None:
         """Raises ValueError unless their pages are like these."""
         ours = asdict(self)

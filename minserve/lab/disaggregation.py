@@ -22,7 +22,7 @@ from minserve.cluster.connector import MODES
 from minserve.cluster.inbox import InProcess
 from minserve.cluster.link import Link
 from minserve.engine import Engine
-from minserve.lab.figures import BOUND, LINES, MEASURED
+from minserve.lab.figures import BOUND, LINES
 from minserve.lab.layout import plain
 from minserve.lab.report import quantity
 from minserve.request import SamplingParams
@@ -128,22 +128,6 @@ def predicted(row: dict, link: Link, mode: str, messages: int = 1) -> float:
 
 
 # ---------------------------------------------------------------- drawn
-def transfers(ax, rows: Sequence[dict]):
-    """Bars of the time to first token: the prompt, then what the link adds. The tick is the link's bound."""
-    for y, row in enumerate(rows):
-        ax.barh(y, row["prefill"], color=MEASURED, height=0.6, label="prefill" if not y else None)
-        ax.barh(y, row["transfer"], left=row["prefill"], color=LINES[1][0], height=0.6, hatch="//",
-                edgecolor="white", label="transfer, not hidden" if not y else None)  # fmt: skip
-        at = row["prefill"] + row["bound"]
-        ax.plot([at, at], [y - 0.38, y + 0.38], color=BOUND, linewidth=2, label="bound" if not y else None)
-    names = [f"{quantity(row['bandwidth'], 'B/s')}, {row['mode']}" for row in rows]
-    ax.set_yticks(range(len(rows)), names, fontsize=9)
-    ax.invert_yaxis()
-    ax.set_xlabel("seconds until the first token is on the other side", fontsize=9)
-    ax.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98))
-    return plain(ax)
-
-
 def knob(ax, rows: Sequence[dict], bandwidth: float | None = None):
     """What the link adds to the first token, over its bandwidth: points as measured, lines as predicted."""
     slowest, fastest = (f(row["bandwidth"] for row in rows) for f in (min, max))
