@@ -171,9 +171,15 @@ def test_what_was_recorded_is_read_again(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 2000
 
 
-def test_recorded_policies_are_drawn(tmp_path):
+def test_recorded_policies_are_drawn(tmp_path, monkeypatch):
+    saved, save = [], redraw.figures.save
+    monkeypatch.setattr(redraw.figures, "save", lambda *its: saved.append(its) or save(*its))
     redraw.routing(routing_report(), tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 2000
+    ((ax, path, title, where),) = saved
+    assert path.stat().st_size > 2000 and where == "here, 2000-01-01"
+    assert title == "By prefix 70% of prompt tokens are in a cache, by turns 40%"
+    assert [bar.get_width() for bar in ax.patches] == [0.4, 0.5, 0.45, 0.7]
+    assert [line.get_xdata()[0] for line in ax.lines] == [0.75], "the bound"
 
 
 def test_a_recorded_command_does_not_say_where_things_lie():
