@@ -176,7 +176,8 @@ class Gate:
 
         def gated():
             self._waits.set()
-            assert self._permits.acquire(timeout=SECONDS), "nobody let the step through"
+            # longer than until() waits: a step that fails here ends every request, and all would seem at rest
+            assert self._permits.acquire(timeout=2 * SECONDS), "nobody let the step through"
             self._waits.clear()
             news = step()
             self.steps += 1
