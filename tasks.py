@@ -17,11 +17,13 @@ import sys
 import time
 import tokenize
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "installed"
+TIMES = ROOT / "build" / "times"  # of tests: one JUnit file a step
 OLDEST = (3, 11)
 BUDGETS = {
     "core": 2950,
@@ -97,26 +99,30 @@ def test():
     }
     notebooks = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     # the C++ kernels and the definitions are the same there: the step after it has them
-    interpreted = pytest("tests/kernels", "--durations=8", "--ignore-glob=*/test_native*.py", *TWO)
+    interpreted = pytest("tests/kernels", "--ignore-glob=*/test_native*.py", *TWO, *times("interpreted"))
     interpreted += ["--ignore=tests/kernels/test_definitions.py"]
+    compiled = pytest("tests/kernels", *TWO, *times("compiled"))
     steps = [
         ("lint", [py("-m", "ruff", "check", "."), py("-m", "ruff", "format", "--check", ".")], {}),
         ("floors and shape", [pytest(*shape)], {}),
         ("model", [py("-m", "minserve", "fetch")], {}),
-        *((name, [pytest(*its, "--durations=5", *TWO)], ALONE) for name, its in parts.items()),
+        *((name, [pytest(*its, *TWO, *times(name))], ALONE) for name, its in parts.items()),
     ]
     if has_triton():
         steps += [
             ("kernels, interpreted", [interpreted], {"TRITON_INTERPRET": "1"} | ALONE),
-            ("kernels, compiled", [pytest("tests/kernels", "--durations=3", *TWO)], ALONE),
+            ("kernels, compiled", [compiled], ALONE),
         ]
     else:
         print(f"No triton for {sys.platform}: kernels are neither interpreted nor compiled here.")
-        steps.append(("kernels' definitions", [pytest("tests/kernels", *TWO)], ALONE))
+        steps.append(("kernels' definitions", [compiled], ALONE))
     # lax: every cell must run, and those marked NBVAL_CHECK_OUTPUT must print what is recorded
-    steps.append(("notebooks", [pytest("--nbval-lax", "--durations=5", *notebooks)], {}))
+    steps.append(("notebooks", [pytest("--nbval-lax", *notebooks, *times("notebooks"))], {}))
     steps.append(("size", [py("tasks.py", "lines")], {}))
-    finish([step(i, len(steps), *what) for i, what in enumerate(steps, 1)])
+    shutil.rmtree(str(TIMES), ignore_errors=True)
+    results = [step(i, len(steps), *what) for i, what in enumerate(steps, 1)]
+    print_slowest()
+    finish(results)
 
 
 def quick():
@@ -386,6 +392,24 @@ def step(number, of, name, commands, variables):
     for command in commands:
         code = subprocess.call(command, cwd=str(ROOT), env=env, stdin=subprocess.DEVNULL) or code
     return name, time.time() - start, code
+
+
+def times(name):
+    """Have pytest write to TIMES how long each test of this step took."""
+    return ["-o", "junit_family=xunit1", f"--junit-xml={TIMES / name}.xml"]
+
+
+def print_slowest(number=12):
+    """Where the time of a `make test` went: its slowest files, and the slowest test of each."""
+    files = {}
+    for report in sorted(TIMES.glob("*.xml")):
+        for case in ElementTree.parse(str(report)).iter("testcase"):
+            tests = files.setdefault((report.stem, case.get("file")), [])
+            tests.append((float(case.get("time")), case.get("name")))
+    print(f"\n=== the slowest {number} of {len(files)} files, in seconds of one process")
+    for (name, file), tests in sorted(files.items(), key=lambda item: -sum(t for t, _ in item[1]))[:number]:
+        longest, test = max(tests)
+        print(f"  {sum(t for t, _ in tests):7.1f}  {file} ({name}); {longest:.1f} of them {test[:70]}")
 
 
 def finish(results):
