@@ -14,7 +14,7 @@ Contracts    every output ends exactly once, and its stream ends after it; leavi
              each output has a Timeline (metrics.py), complete when on_end(output, timeline) is called
              drain() lets nobody in, and ends when the last answer has, or at the deadline
              close() ends all streams ("abort") and gives every page back; an engine that breaks does the same,
-             and every reader gets the error
+             and every reader gets the error; so does one whose step has not come back after `step_seconds`
 Story        notebooks/08_the_engine.ipynb, notebooks/13_serving_and_slos.ipynb
 """
 
@@ -29,10 +29,17 @@ from minserve.request import UNKNOWN, SamplingParams, Status
 from minserve.step_log import StepRecord
 
 BACKLOG = 2048  # events, one for each step and output: a minute of a reader's absence at 34 steps a second
+STEP_SECONDS = (
+    300.0  # far more than a step takes, far less than people wait before they look why nothing comes
+)
 
 
 class NotServing(RuntimeError):
     """Nobody is let in: the engine drains, was closed, or has failed."""
+
+
+class Stuck(RuntimeError):
+    """Something was begun on the worker thread and has not come back: this process can compute no more."""
 
 
 class Stream:
@@ -104,17 +111,20 @@ class AsyncEngine:
         engine: Engine,
         *,
         backlog: int = BACKLOG,
+        step_seconds: float = STEP_SECONDS,
         on_step: Callable[[StepRecord], None] | None = None,
         on_end: Callable[[Output, Timeline], None] | None = None,
         thread: ThreadPoolExecutor | None = None,
     ):
         """on_step hears of each step, on_end of each output that ended; both on the event loop, both may be many.
 
-        thread    the only one in which anything of this engine was ever computed, its loading included. OpenMP keeps
-                  threads for each thread that computes, and once there are more of them than cores they sleep at every
-                  barrier instead of spinning: on a CPU, steps are then much slower
+        step_seconds    after which a step counts as hung: a kernel that waits for ever raises nothing, and without a
+                        limit everybody would wait with it while the server looked well
+        thread          the only one in which anything of this engine was ever computed, its loading included. OpenMP
+                        keeps threads for each thread that computes, and once there are more of them than cores they
+                        sleep at every barrier instead of spinning: on a CPU, steps are then much slower
         """
-        self.engine, self.backlog = engine, backlog
+        self.engine, self.backlog, self.step_seconds = engine, backlog, step_seconds
         self.on_step, self.on_end = [on_step] if on_step else [], [on_end] if on_end else []
         self.error: BaseException | None = None  # why the loop broke, if it did
         self.draining = False
@@ -223,8 +233,13 @@ class AsyncEngine:
             raise NotServing(f"the engine is not running: {why}")
 
     # ------------------------------------------------------------ the loop
-    def _in_thread(self, work: Callable):
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, work: Callable):
+        """What it returns, run in the worker thread. Raises Stuck."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        await asyncio.wait([running], timeout=self.step_seconds)
+        if not running.done():
+            raise Stuck(f"a step has not come back for {self.step_seconds:g} s: it hangs")
+        return running.result()
 
     def _do(self, operation: Callable, done: asyncio.Future | None = None) -> None:
         self._between.append((operation, done))
@@ -273,6 +288,8 @@ class AsyncEngine:
             error = its_own
         if not done.cancelled():
             done.set_exception(error) if error else done.set_result(result)
+        if isinstance(error, Stuck):
+            raise error
 
     def _end_all(self) -> None:
         for output in self.engine.outputs.values():

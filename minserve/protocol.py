@@ -17,8 +17,8 @@ Conventions, where servers differ
     finish_reason            "stop" or "length"; an answer that ended otherwise is an error, also in a stream
     usage                    a prompt counts once, however many answers it gets; the end token is not counted
 Beyond the API, as vLLM has them: top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids priority
-cache_salt add_special_tokens structured_outputs; and timeout, in seconds. `tools`, `suffix`, `best_of` are not known
-here, hence ignored.
+cache_salt add_special_tokens structured_outputs; and timeout, in seconds.
+Known, and refused where they would change the answer: tools (but for tool_choice "none"), suffix, best_of.
 Story    notebooks/13_serving_and_slos.ipynb
 """
 
@@ -61,9 +61,14 @@ class Body(BaseModel):
     def read(cls, raw: bytes) -> "Body":
         """Raises Refused (400) with the field that is wrong."""
         try:
-            return cls.model_validate_json(raw)
+            body = cls.model_validate_json(raw)
         except ValidationError as error:
             raise refused(error) from None
+        body.check()
+        return body
+
+    def check(self) -> None:
+        """Raises Refused (400) for what is well said and cannot be had here."""
 
 
 class StreamOptions(BaseModel):
@@ -162,6 +167,13 @@ class ChatBody(Sampling):
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list | None = None
+    tool_choice: str | dict | None = None
+
+    def check(self) -> None:
+        if self.tools and self.tool_choice != "none":
+            raise Refused(400, f"answers here are text, and no call of a tool: ask without the {len(self.tools)} in "
+                          'tools, with tool_choice "none", or for a form with response_format', "tools")  # fmt: skip
 
     @property
     def alternatives(self) -> int | None:
@@ -177,6 +189,16 @@ class CompletionBody(Sampling):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        if self.suffix:
+            raise Refused(400, "what is made here continues the prompt and does not lead to a suffix: leave it out",
+                          "suffix")  # fmt: skip
+        if self.best_of not in (None, self.n or 1):
+            raise Refused(400, f"best_of {self.best_of} for n {self.n or 1}: answers are not ranked here; ask for "
+                          f"n {self.best_of} with logprobs and choose", "best_of")  # fmt: skip
 
     @property
     def alternatives(self) -> int | None:

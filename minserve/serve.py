@@ -5,7 +5,8 @@ It listens on the loopback interface unless told otherwise, and prints one line 
     minserve: serving SmolLM2-135M-Instruct at http://127.0.0.1:8000
 
 SIGTERM or Ctrl-C: nobody new is let in (503), answers under way may finish for --drain-seconds, what is left then is
-aborted, and the command ends with 0. A second signal does not wait.
+aborted, and the command ends with 0. A second signal does not wait. A step that does not come back within
+--step-seconds is taken for hung: everybody is told, /health is 503 from then on, and the end is 1.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from minserve.async_engine import BACKLOG, AsyncEngine
+from minserve.async_engine import BACKLOG, STEP_SECONDS, AsyncEngine, Stuck
 from minserve.cluster.front import Server, settings
 from minserve.cluster.transports import add_connector_arguments, connector_of
 from minserve.drafters import NAMES
@@ -58,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-choices", type=int, default=Limits.choices, help="n times prompts of one request"
     )
     limits.add_argument("--backlog", type=int, default=BACKLOG, help="events a reader may lag behind")
+    limits.add_argument(
+        "--step-seconds", type=float, default=STEP_SECONDS, help="after which a step counts as hung; 300"
+    )
     add_engine_arguments(parser.add_argument_group("engine"))
     add_connector_arguments(parser.add_argument_group("half of a server, see `minserve disaggregate`"))
 
@@ -99,6 +103,9 @@ def main(args) -> int:
         hurry=serving.close,
     )
     server.run()
+    if isinstance(serving.error, Stuck):  # its thread would be waited for
+        print(f"serve: ends without its engine: {serving.error}", file=sys.stderr, flush=True)
+        os._exit(1)
     if connector:
         connector.close()
     return 0 if server.started else 1
@@ -119,7 +126,8 @@ def build(args, **options) -> tuple[AsyncEngine, Tokenizer, str]:
         model = load(folder, DTYPES[args.dtype] if args.dtype else None, device)
         return Engine(model, tokenizer, prefix_caching=not args.no_prefix_caching, **chosen, **options)
 
-    serving = AsyncEngine(thread.submit(made).result(), backlog=args.backlog, thread=thread)
+    limits = dict(backlog=args.backlog, step_seconds=args.step_seconds)
+    serving = AsyncEngine(thread.submit(made).result(), **limits, thread=thread)
     return serving, tokenizer, Path(folder).name
 
 

@@ -83,12 +83,13 @@ def tiny_engine(folder: Path | str, **options) -> Engine:
 
 @contextmanager
 def serve_in_thread(
-    engine: Engine | Path | str, *, model_name: str = "tiny", backlog: int | None = None, **options
+    engine: Engine | Path | str, *, model_name: str = "tiny", running: dict | None = None, **options
 ):
-    """Serve it from a thread of this process on a free port; `options` go to create_app. Yields .url .engine .serving
-    .app .call: call(coroutine) runs it on the server's event loop. Afterwards no page may be missing."""
+    """Serve it from a thread of this process on a free port; `running` go to AsyncEngine, `options` to create_app.
+    Yields .url .engine .serving .app .call: call(coroutine) runs it on the server's event loop. Afterwards no page may
+    be missing."""
     engine = engine if isinstance(engine, Engine) else tiny_engine(engine)
-    serving = AsyncEngine(engine, **({} if backlog is None else dict(backlog=backlog)))
+    serving = AsyncEngine(engine, **(running or {}))
     app = create_app(serving, engine.tokenizer, model_name, **options)
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5, lifespan="on", **HTTP

@@ -2,10 +2,8 @@
 
 import functools
 import importlib
-import shutil
 import time
 from functools import partial
-from pathlib import Path
 
 import fault_world
 import pytest
@@ -14,9 +12,9 @@ import test_server_faults as faults
 import test_server_fuzz as fuzz
 import test_server_wire as wire
 from serving_world import serve_in_thread, tiny_folder
+from test_server_faults import copy, plant  # noqa: F401  a fixture
 from wrong_versions import wrong_version
 
-import minserve
 from minserve import server
 from minserve.server import front
 
@@ -46,12 +44,15 @@ CHECKS = {
     "slow": faults.check_slow_reader,
     "stalled": faults.check_stalled_reader,
     "sender": faults.check_slow_sender,
+    "head": faults.check_slow_head,
+    "outlives": faults.check_outlives_its_head,
     "burst": partial(faults.check_burst, number=40),
     "full": faults.check_full_queue,
     "one": faults.check_one_request_fails,
     "sampler": partial(faults.check_one_request_fails, break_it=faults.faulty_sampler),
     "breaks": faults.check_engine_breaks,
     "close": partial(faults.check_engine_breaks, close_fails=True),
+    "hangs": faults.check_engine_hangs,
     "told": faults.check_answer_cannot_be_told,
     "bytes": wired(wire.test_every_byte_of_a_stream, *wire.FORMS[0]),
     "usage": wired(wire.test_usage, *wire.FORMS[0], 2, True),
@@ -82,7 +83,11 @@ WRONG = [  # module, right, wrong, who must notice
     ("server.wire", 'if kind != "application/json":', "if False:", "fuzz"),
     ("server.wire", "if len(raw) > limits.body_bytes:", "if False:", "fuzz"),
     ("server.wire", "ensure_ascii=False, allow_nan=False", "ensure_ascii=True, indent=1", "burst"),
-    ("cluster.front", 'http="h11", ws="none"', 'http="h11"', "upgrade"),
+    ("cluster.front", 'http=Protocol, ws="none"', "http=Protocol", "upgrade"),
+    ("cluster.front", "call_later(self.head_seconds, transport.abort)", "call_later(1e6, transport.abort)", "head"),
+    ("cluster.front", "elif self.late.cancelled():", "elif False:", "head"),
+    ("cluster.front", "elif self.late.cancelled():", "elif [self.late.cancel()]:", "head"),
+    ("cluster.front", "            self.late.cancel()\n        elif", "            pass\n        elif", "outlives"),
     ("server.front", "429 if isinstance(error, QueueFull) else 503", "503", "full"),
     ("server.front", ", Retry_After=str(self.views.live.patience)", "", "full"),
     ("server.front", "(QueueFull, NotServing) as error", "NotServing as error", "full"),
@@ -124,6 +129,7 @@ WRONG = [  # module, right, wrong, who must notice
      "            self._closed = True\n", "breaks"),
     ("async_engine", 'stream.put(output, "", True)', "pass", "close"),
     ("async_engine", "        if not self.healthy:\n", "        if False:\n", "breaks"),
+    ("async_engine", "timeout=self.step_seconds)", "timeout=None)", "hangs"),
     ("async_engine", "except Exception as refused:", "except ValueError as refused:", "full"),
     ("async_engine", "        self._between.append((operation, done))\n        self._wake.set()\n",
      "        self._between.append((operation, done))\n", "burst"),
@@ -187,18 +193,14 @@ WRONG_ENDS = [  # of the command itself; file, right, wrong, what must notice
     ("cluster/front.py", "            self.hurrying = asyncio.create_task(self.hurry())", "            pass",
      partial(faults.check_deadline, 15, 15, drain="600", tokens=1500)),
     ("serve.py", "    return 0 if server.started else 1", "    return 1", faults.check_drains),
+    ("serve.py", "        os._exit(1)\n", "        return 1\n", faults.check_hung_process),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file, right, wrong, check", WRONG_ENDS, ids=[w[2].strip()[:40] for w in WRONG_ENDS])
-def test_a_wrong_end_is_noticed(monkeypatch, tmp_path, folder, file, right, wrong, check):
-    copy = tmp_path / "minserve"
-    shutil.copytree(Path(minserve.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (copy / file).read_text()
-    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {file}"
-    (copy / file).write_text(source.replace(right, wrong))
-    monkeypatch.chdir(tmp_path)  # where `python -m minserve` looks first
+def test_a_wrong_end_is_noticed(monkeypatch, copy, folder, file, right, wrong, check):  # noqa: F811
+    plant(copy, file, right, wrong)
     monkeypatch.setattr(fault_world, "SECONDS", 12)
     with pytest.raises((*KINDS, faults.Expired)):
-        check(folder)
+        check(folder, copy) if check is faults.check_hung_process else check(folder)

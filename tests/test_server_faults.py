@@ -7,21 +7,27 @@ client has to be caught in one phase, the engine's steps wait at a Gate: no test
 import asyncio
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import fault_world
 import pytest
+import serving_world
 from fault_world import CHAT, HELLO, Gate, Wire, at_rest, chat, get, post, request, streamed, until
 from serving_world import serve_in_thread, serve_process, tiny_engine, tiny_folder
 
+import minserve
 from minserve.server import Limits, replies
 
+PACKAGE = Path(minserve.__file__).parent
 LONG = HELLO | {"max_tokens": 500, "stream": True}
 Expired = subprocess.TimeoutExpired  # of a process that does not end
 ON = pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
@@ -33,10 +39,9 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def serving(folder, backlog=None, limits=None, **options):
-    with serve_in_thread(
-        tiny_engine(folder, **options), backlog=backlog, limits=limits or Limits()
-    ) as server:
+def serving(folder, limits=None, running=None, **options):
+    engine = tiny_engine(folder, **options)
+    with serve_in_thread(engine, running=running, limits=limits or Limits()) as server:
         for listening in server.server.servers[
             0
         ].sockets:  # what it accepts inherits this: no kernel hides a slow reader
@@ -200,7 +205,7 @@ BULKY = LONG | {
 
 def check_slow_reader(folder):
     """It is ended when it lags too far behind; its neighbour gets every letter."""
-    with serving(folder, backlog=16, num_pages=300) as server:
+    with serving(folder, running=dict(backlog=16), num_pages=300) as server:
         alone = well(server)
         slow = Wire(server.url, room=4096).post(CHAT, BULKY)
         until(lambda: server.engine.outputs, "the slow reader to begin")
@@ -236,7 +241,43 @@ def check_slow_sender(folder):
         well(server)
 
 
-@pytest.mark.parametrize("check", [check_slow_reader, check_stalled_reader, check_slow_sender])
+def check_slow_head(folder):
+    """Who begins no request, or does not end its head, is closed: at once, late, or after an answer. Others are not."""
+    whole = request("here", CHAT, HELLO | {"max_tokens": 3})
+    with serving(folder) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving_world.HTTP["http"], "head_seconds", 0.5)
+        silent, begun, again, body = wires = [Wire(server.url) for _ in range(4)]
+        begun.send(whole[:30])
+        assert again.send(whole).answer().status == 200
+        again.send(whole[:20])
+        body.send(whole[:-5])
+        assert [wire.file.read() for wire in (silent, begun, again)] == [b""] * 3
+        assert body.send(whole[-5:]).answer().status == 200
+        for wire in wires:
+            wire.close()
+        with Wire(server.url) as trickle, pytest.raises(OSError):  # a byte now and then does not put it off
+            for at in range(len(whole)):
+                trickle.send(whole[at : at + 1])
+                time.sleep(0.02)
+        well(server)
+
+
+def check_outlives_its_head(folder):
+    """The limit is on a head: an answer may take longer."""
+    with serving(folder) as server, Gate(server.engine) as gate, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving_world.HTTP["http"], "head_seconds", 0.2)
+        (wire,) = asked(server, max_tokens=6)
+        gate.reached()
+        time.sleep(0.6)
+        gate.let(10_000)
+        assert streamed(wire.events())[1] == {0: "length"}
+        wire.close()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_slow_reader, check_stalled_reader, check_slow_sender, check_slow_head, check_outlives_its_head],
+)
 def test_who_does_not_keep_up(folder, check):
     check(folder)
 
@@ -444,6 +485,34 @@ def check_engine_breaks(folder, close_fails=False):
         at_rest(server.serving)
 
 
+def check_engine_hangs(folder):
+    """A step that does not come back raises nothing: after its time everybody is told all the same."""
+    with serving(folder, running=dict(step_seconds=0.3)) as server:
+        well(server)
+        hung, end = threading.Event(), threading.Event()
+        right = server.engine.compute
+
+        def hangs(*args):
+            hung.set()
+            assert end.wait(2 * fault_world.SECONDS)
+            return right(*args)
+
+        server.engine.compute = hangs
+        try:
+            streams = asked(server)
+            assert hung.wait(fault_world.SECONDS)
+            streams += asked(server, number=2)
+            for wire in streams:
+                *_, last = wire.events()
+                assert "hangs" in json.loads(last)["error"]["message"]
+                wire.close()
+            answer = chat(server.url)
+            assert answer.status == 503 and "hangs" in answer.error["message"]
+            assert get(server.url, "/health").status == 503
+        finally:
+            end.set()
+
+
 def check_answer_cannot_be_told(folder):
     """Trouble after the engine, while an answer is put into words: an error too, and nobody else's."""
     with serving(folder) as server, pytest.MonkeyPatch.context() as patch:
@@ -470,6 +539,10 @@ def test_one_failing_request_fails_alone(folder, break_it):
 @pytest.mark.parametrize("close_fails", [False, True])
 def test_an_engine_that_breaks_tells_everybody(folder, close_fails):
     check_engine_breaks(folder, close_fails)
+
+
+def test_an_engine_that_hangs_tells_everybody(folder):
+    check_engine_hangs(folder)
 
 
 def test_an_answer_that_cannot_be_told(folder):
@@ -517,6 +590,44 @@ def check_deadline(folder, *signals, drain="0.2", tokens=7000):
         wire.close()
         assert server.process.wait(fault_world.SECONDS) == 0, "".join(server.errors)
         stalled.close()
+
+
+def check_hung_process(folder, copy):
+    """Everybody is told, and SIGTERM ends even a command whose engine never comes back: with 1."""
+    plant(
+        copy,
+        "engine.py",
+        "= self.compute(batch)",
+        "= self.compute(batch) if len(self.log) < 5 else time.sleep(1e6)",
+    )
+    with serve_process(folder, "--step-seconds", "2") as server:
+        with Wire(server.url).post(CHAT, LONG) as wire:
+            *begun, last = wire.events()
+            assert len(begun) > 3 and "hangs" in json.loads(last)["error"]["message"]
+        assert get(server.url, "/health").status == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(fault_world.SECONDS) == 1, "".join(server.errors)
+        assert "hangs" in "".join(server.errors)
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The package once more, to be changed, where `python -m minserve` looks first."""
+    shutil.copytree(PACKAGE, tmp_path / "minserve", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "minserve"
+
+
+def plant(copy: Path, file: str, right: str, wrong: str) -> None:
+    source = (copy / file).read_text()
+    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {file}"
+    (copy / file).write_text(source.replace(right, wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to be caught")
+def test_a_process_whose_engine_hangs_ends(folder, copy):
+    check_hung_process(folder, copy)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to be caught")

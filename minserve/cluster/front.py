@@ -1,5 +1,6 @@
 """An HTTP server that says when it answers, and that ends by finishing what it has.
 
+A request's head must come within 30 seconds: a connection that says nothing, or a byte now and then, is closed.
 SIGTERM or Ctrl-C: `drain()` is awaited, then the port is closed. A second signal does not wait: `hurry()` ends what is
 still under way, or without it everything just ends.
 Story    notebooks/13_serving_and_slos.ipynb, notebooks/14_the_fleet.ipynb
@@ -9,13 +10,38 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 CLOSING_SECONDS = 5  # for connections to take their last bytes
-# For uvicorn: no websockets, which it would take a POST for; and of its two parsers the one that reads the body of a
-# request that offers an upgrade, as `curl --http2` and Java's client do.
-HTTP = dict(http="h11", ws="none")
 Ending = Callable[[], Awaitable[object]]
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a time limit where it has none. Of its two parsers the one that reads the body of a request
+    that offers an upgrade, as `curl --http2` and Java's client do."""
+
+    head_seconds = 30.0  # from the connection, or from the first byte of its next request
+    late = None  # a timer: runs while a head is awaited
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self.late = self.loop.call_later(self.head_seconds, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:  # the head is whole
+            self.late.cancel()
+        elif self.late.cancelled():  # the first bytes of the next one
+            self.late = self.loop.call_later(self.head_seconds, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.late.cancel()
+        super().connection_lost(exc)
+
+
+HTTP = dict(http=Protocol, ws="none")  # no websockets: uvicorn would take a POST for one
 
 
 def settings(app, host: str, port: int) -> uvicorn.Config:

@@ -12,7 +12,7 @@ in whatever phase, and its pages are back before the next step.
 Contracts    errors have the API's shape and status; one inside a stream is its last event
              no answer is silent: each ends with "stop", "length" or an error
              a reader that stalls costs one backlog of events, and after `stall_seconds` its connection
-             /health is 200 while requests are taken, and 503 while draining or after the engine broke
+             /health is 200 while requests are taken, and 503 while draining or after the engine broke or hangs
              an API key, where there is one, guards everything under /v1 and the two tokenizer routes
 Story        notebooks/13_serving_and_slos.ipynb
 """
