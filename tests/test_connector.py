@@ -578,9 +578,13 @@ class Files:
 
 
 class Gloo(Files):
+    made: list[GlooConnector] = []  # of all tests
+
     def ends(self, **options):
         where = str(self.folder / "meet")
-        return [GlooConnector(where, patience=60, role=role, **options) for role in ROLES[:2]]
+        ends = [GlooConnector(where, patience=60, role=role, **options) for role in ROLES[:2]]
+        self.made.extend(ends)
+        return ends
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -661,13 +665,40 @@ def test_a_broken_link_is_not_sent_to(model, tmp_path, capfd):
 
 
 def test_nobody_to_meet(model, tmp_path, capfd):
-    alone = GlooConnector(str(tmp_path / "meet"), patience=0.5, lease=20.0, role="kv_consumer")
+    alone = GlooConnector(str(tmp_path / "meet"), patience=0.5, lease=6.0, role="kv_consumer")
     engine, start = Engine(model, connector=alone, **OPTIONS), time.monotonic()
     assert not alone.start_load_kv("a", prompt_of(9)).wait()
     assert time.monotonic() - start < PATIENCE and alone.error is not None
     assert run(engine, prompt_of(9), GREEDY).finish_reason == "length"
     assert "no keys and values from or to the other engine" in capfd.readouterr().err
     alone.close()
+
+
+@pytest.mark.parametrize("lease", [1.0, 40.0])
+@pytest.mark.parametrize("first", [0, 1], ids=ROLES[:2])
+def test_who_closes_leaves_no_thread_and_the_other_hears_it(model, tmp_path, first, lease):
+    its = Two(model, Gloo(tmp_path).ends(lease=lease))
+    ends = [its.producer, its.consumer]
+    try:
+        its.hand_over(prompt_of(9), GREEDY)
+        ends[first].close()
+        assert not ends[first]._thread.is_alive()
+        deadline = time.monotonic() + PATIENCE
+        while ends[1 - first].error is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        start = time.monotonic()
+        its.close()
+    assert not ends[1 - first]._thread.is_alive() and time.monotonic() - start < 5
+
+
+def test_who_waits_for_the_other_can_be_closed(model, tmp_path):
+    alone = GlooConnector(str(tmp_path / "meet"), patience=12, lease=20.0, role="kv_consumer")
+    Engine(model, connector=alone, **OPTIONS)
+    assert alone._thread.is_alive()
+    alone.close()
+    assert not alone._thread.is_alive() and alone.error is None
 
 
 def test_what_the_command_line_describes(tmp_path):

@@ -9,7 +9,7 @@ import test_disaggregated
 from test_connector import Two
 from wrong_versions import wrong_version
 
-from minserve.cluster import connector, file_connector, handover, inbox, link, transfer
+from minserve.cluster import connector, file_connector, gloo_connector, handover, inbox, link, transfer
 from minserve.cluster.inbox import InProcess
 from minserve.weights import load
 
@@ -98,6 +98,17 @@ WRONG = [
      "test_a_link_that_falls_behind_refuses_rather_than_fill_the_memory(two, capfd)"),
     ("a failure ends the thread", link, "                self.error = error", "                raise",
      "test_one_message_that_fails_does_not_stop_the_next(two)"),
+    # ------------------------------------------------------------ gloo
+    ("who closes does not wait for its thread", gloo_connector, "self._thread.join(5 * NOD_SECONDS)", "pass",
+     "test_who_closes_leaves_no_thread_and_the_other_hears_it(model, tmp_path, 1, 1.0)"),
+    ("an idle link is silent for long", gloo_connector, "min(self.lease / 4, NOD_SECONDS)", "self.lease / 4",
+     "test_who_closes_leaves_no_thread_and_the_other_hears_it(model, tmp_path, 1, 40.0)"),
+    ("sockets stay open", gloo_connector, "self._group = None  # its", "pass  # its",
+     "test_who_closes_leaves_no_thread_and_the_other_hears_it(model, tmp_path, 1, 40.0)"),
+    ("who waits for the other cannot be closed", gloo_connector, "if self._closed.wait(0.02):",
+     "if time.sleep(0.02):", "test_who_waits_for_the_other_can_be_closed(model, tmp_path)"),
+    ("nobody to meet, and it waits for ever", gloo_connector, "if time.monotonic() > late:",
+     "if self._closed.is_set():", "test_nobody_to_meet(model, tmp_path, capfd)"),
     # ------------------------------------------------------------ the hand-over
     ("the last token wanted goes along", handover, " or len(tokens) >= (params.max_tokens or len(tokens) + 1)", "",
      "test_which_tokens_are_continued()"),
@@ -165,6 +176,8 @@ def test_a_wrong_version_is_noticed(what, model, checkpoints, tmp_path, capfd, m
         monkeypatch.undo()
         for its in made:
             its.close()
+        while test_connector.Gloo.made:  # a test that fails closes nothing
+            test_connector.Gloo.made.pop().close()
 
 
 def test_every_test_named_here_exists():

@@ -245,30 +245,30 @@ def check_slow_head(folder):
     """Who begins no request, or does not end its head, is closed: at once, late, or after an answer. Others are not."""
     whole = request("here", CHAT, HELLO | {"max_tokens": 3})
     with serving(folder) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving_world.HTTP["http"], "head_seconds", 0.5)
-        silent, begun, again, body = wires = [Wire(server.url) for _ in range(4)]
-        begun.send(whole[:30])
-        assert again.send(whole).answer().status == 200
+        patch.setattr(serving_world.HTTP["http"], "head_seconds", 1.0)
+        body = Wire(server.url).send(whole[:-5])
+        again = Wire(server.url).send(whole)
+        assert again.answer().status == 200
         again.send(whole[:20])
-        body.send(whole[:-5])
+        begun, silent = Wire(server.url).send(whole[:30]), Wire(server.url)
         assert [wire.file.read() for wire in (silent, begun, again)] == [b""] * 3
         assert body.send(whole[-5:]).answer().status == 200
-        for wire in wires:
+        for wire in (silent, begun, again, body):
             wire.close()
         with Wire(server.url) as trickle, pytest.raises(OSError):  # a byte now and then does not put it off
             for at in range(len(whole)):
                 trickle.send(whole[at : at + 1])
-                time.sleep(0.02)
+                time.sleep(0.03)
         well(server)
 
 
 def check_outlives_its_head(folder):
     """The limit is on a head: an answer may take longer."""
     with serving(folder) as server, Gate(server.engine) as gate, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving_world.HTTP["http"], "head_seconds", 0.2)
+        patch.setattr(serving_world.HTTP["http"], "head_seconds", 0.5)
         (wire,) = asked(server, max_tokens=6)
         gate.reached()
-        time.sleep(0.6)
+        time.sleep(1.2)
         gate.let(10_000)
         assert streamed(wire.events())[1] == {0: "length"}
         wire.close()

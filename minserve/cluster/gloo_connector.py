@@ -4,9 +4,11 @@
     send [n] uint8    the message
 
 The producer sends before anybody asks, so the consumer has a thread that receives, and a shelf (inbox.py). A sign of
-life every quarter of a lease tells an idle link from a dead one: without it for a lease, or when the connection ends,
-the link is broken for good, both sides say so, and the consumer computes every prompt itself until both are started
-again. Meeting point: a file that nobody has used before, or tcp://HOST:PORT, which the producer opens.
+life every second, or quarter of a lease, tells an idle link from a dead one: without it for a lease, or when the
+connection ends, the link is broken for good, both sides say so, and the consumer computes every prompt itself until
+both are started again. close() waits for the thread, which hears the next sign of life: one that is still inside gloo
+while Python ends can take the process down. Meeting point: a file that nobody has used before, or tcp://HOST:PORT,
+which the producer opens.
 
 On Windows gloo meets through the store without libuv, which is what is asked for there (elsewhere: USE_LIBUV=0).
 Trust      gloo neither encrypts nor asks who is there: loopback, or a network of your own
@@ -15,6 +17,7 @@ Story      notebooks/14_the_fleet.ipynb
 
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,6 +34,7 @@ RANKS = {"kv_producer": PRODUCER, "kv_consumer": CONSUMER}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GOODBYE = -1
 MOST_BYTES = 1 << 36  # of one message: more is a garbled size
+NOD_SECONDS = 1.0  # between two signs of life, at most: a consumer that closes waits for the next
 
 
 class GlooConnector(KVConnector):
@@ -57,7 +61,7 @@ class GlooConnector(KVConnector):
             if self.rank == CONSUMER:
                 self._listen()
             else:
-                while not self._closed.wait(self.lease / 4):
+                while not self._closed.wait(min(self.lease / 4, NOD_SECONDS)):
                     self._send_bytes(b"")
         except Exception as error:
             self._broken(error)
@@ -73,13 +77,22 @@ class GlooConnector(KVConnector):
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             store = distributed.FileStore(self.path, 2)
         store.set(f"here {self.rank}", "")
-        store.wait([f"here {1 - self.rank}"], patience)  # from here on, a lease is long enough
+        self._wait_for_the_other(store)  # from here on, a lease is long enough
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.lease)
         here = host in LOOPBACK  # else: the interface that this machine's own name stands for
         options._devices = [gloo.create_device(hostname=host) if here else gloo.create_default_device()]
         return gloo(store, self.rank, 2, options)
+
+    def _wait_for_the_other(self, store) -> None:
+        """Asks again and again, for store.wait() could not be interrupted by close()."""
+        late = time.monotonic() + self.patience
+        while not store.check([f"here {1 - self.rank}"]):
+            if self._closed.wait(0.02):
+                raise ConnectionError("closed before the other was there")
+            if time.monotonic() > late:
+                raise TimeoutError(f"nobody came to {self.path} within {self.patience:g} s")
 
     def _listen(self) -> None:
         size = torch.zeros(1, dtype=torch.int64)
@@ -143,3 +156,7 @@ class GlooConnector(KVConnector):
                 self._send_bytes(b"", GOODBYE)
             except Exception:  # it was not there any more
                 pass
+        if self._thread.is_alive():
+            self._thread.join(5 * NOD_SECONDS)
+        if not self._thread.is_alive():
+            self._group = None  # its sockets close, and the other side hears it
