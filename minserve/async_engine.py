@@ -124,6 +124,8 @@ class AsyncEngine:
                         keeps threads for each thread that computes, and once there are more of them than cores they
                         sleep at every barrier instead of spinning: on a CPU, steps are then much slower
         """
+        if not step_seconds > 0:
+            raise ValueError(f"step_seconds {step_seconds}: every step would hang; inf is no limit")
         self.engine, self.backlog, self.step_seconds = engine, backlog, step_seconds
         self.on_step, self.on_end = [on_step] if on_step else [], [on_end] if on_end else []
         self.error: BaseException | None = None  # why the loop broke, if it did

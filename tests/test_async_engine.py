@@ -319,6 +319,36 @@ def test_between_never_meets_a_step(engine):
     assert len(met) == 20 and not any(met)
 
 
+def test_what_hangs_between_steps_is_told_even_if_nobody_waits_for_a_step(engine):
+    end = threading.Event()
+
+    async def scenario(serving):
+        try:
+            with pytest.raises(async_engine.Stuck, match="0.2 s"):
+                await serving.between(lambda: end.wait(60))
+            await asyncio.sleep(0.05)
+            with pytest.raises(NotServing, match="hangs"):
+                await serving.add(PROMPTS[0], FREE)
+        finally:
+            end.set()
+        return serving.healthy
+
+    assert serve(engine, scenario, step_seconds=0.2) is False
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_step_must_be_given_time(engine, seconds):
+    with pytest.raises(ValueError, match="every step would hang"):
+        async_engine.AsyncEngine(engine, step_seconds=seconds)
+
+
+def test_a_step_may_be_given_any_time(engine):
+    async def scenario(serving):
+        return (await (await serving.add(PROMPTS[0], FREE)).finish())[0].finish_reason
+
+    assert serve(engine, scenario, step_seconds=float("inf")) == "length"
+
+
 def test_between_after_the_end_is_refused(engine):
     async def scenario(serving):
         closing = asyncio.create_task(serving.close())
@@ -383,6 +413,8 @@ WRONG = [
     ("                stream.lagged = True\n", "", test_who_does_not_read_is_aborted),
     ("output.index += len(self.told)", "pass", test_prompts_that_join_a_stream_go_on_in_its_order),
     ("result = await self._in_thread(operation)", "result = operation()", test_between_never_meets_a_step),
+    ("        if isinstance(error, Stuck):\n            raise error\n", "",
+     test_what_hangs_between_steps_is_told_even_if_nobody_waits_for_a_step),
     ("self.draining = True", "pass", test_draining_finishes_what_there_is_and_takes_nothing_new),
     ("await asyncio.wait_for(self._empty.wait(), seconds)", "pass",
      test_draining_finishes_what_there_is_and_takes_nothing_new),
@@ -400,7 +432,7 @@ WRONG = [
 @pytest.mark.parametrize("right, wrong, test", WRONG, ids=[f"{w[0].strip()[:30]}" for w in WRONG])
 def test_wrong_versions_are_noticed(right, wrong, test, model, engine, monkeypatch):
     made = wrong_version(async_engine, right, wrong)
-    made.NotServing = NotServing  # one class, whoever raises it
+    made.NotServing, made.Stuck = NotServing, async_engine.Stuck  # one class, whoever raises it
     monkeypatch.setattr(async_engine, "AsyncEngine", made.AsyncEngine)
     given = {"model": model, "engine": engine}
     wants = test.__code__.co_varnames[: test.__code__.co_argcount]
