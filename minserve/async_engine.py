@@ -29,9 +29,7 @@ from minserve.request import UNKNOWN, SamplingParams, Status
 from minserve.step_log import StepRecord
 
 BACKLOG = 2048  # events, one for each step and output: a minute of a reader's absence at 34 steps a second
-STEP_SECONDS = (
-    300.0  # far more than a step takes, far less than people wait before they look why nothing comes
-)
+STEP_SECONDS = 300.0  # far more than a step takes, also on a slow CPU; so long nobody hears that one hangs
 
 
 class NotServing(RuntimeError):

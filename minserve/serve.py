@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument("--backlog", type=int, default=BACKLOG, help="events a reader may lag behind")
     limits.add_argument(
-        "--step-seconds", type=float, default=STEP_SECONDS, help="after which a step counts as hung; 300"
+        "--step-seconds", type=float, default=STEP_SECONDS, help="then a step counts as hung; 300, inf: never"
     )
     add_engine_arguments(parser.add_argument_group("engine"))
     add_connector_arguments(parser.add_argument_group("half of a server, see `minserve disaggregate`"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests that want a hub start their own, in a process of its own
@@ -104,6 +105,15 @@ def smollm() -> Path:
     if not (folder / "config.json").is_file():
         pytest.fail("SmolLM2-135M-Instruct is not on this machine: run `python -m minserve fetch` first")
     return folder
+
+
+@pytest.fixture
+def package_copy(tmp_path, monkeypatch) -> Path:
+    """The package once more, to be changed (wrong_versions.plant), where `python -m minserve` looks first."""
+    copy = tmp_path / "minserve"
+    shutil.copytree(Path(fetch.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    return copy
 
 
 def pytest_collection_modifyitems(items):

@@ -52,9 +52,8 @@ def test_rows_and_their_figure(model):
     for mode in ("whole", "layer"):
         assert drawn[f"{mode}, measured"] == [row["transfer"] for row in rows if row["mode"] == mode]
         assert drawn[f"{mode}, predicted"] == sorted(drawn[f"{mode}, predicted"], reverse=True)
-    whole = drawn[
-        "whole, predicted"
-    ]  # from 1.5 times slower than the slowest link to 1.5 times faster than the fastest
+    # from 1.5 times slower than the slowest link to 1.5 times faster than the fastest
+    whole = drawn["whole, predicted"]
     assert (whole[0], whole[-1]) == pytest.approx((1.5 / 4, 1 / 1.5 / 20))
     plt.close("all")
 

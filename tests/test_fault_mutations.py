@@ -12,8 +12,7 @@ import test_server_faults as faults
 import test_server_fuzz as fuzz
 import test_server_wire as wire
 from serving_world import serve_in_thread, tiny_folder
-from test_server_faults import copy, plant  # noqa: F401  a fixture
-from wrong_versions import wrong_version
+from wrong_versions import plant, wrong_version
 
 from minserve import server
 from minserve.server import front
@@ -185,22 +184,24 @@ def test_the_right_server_passes(rightly, check):
 
 
 # ---------------------------------------------------------------- a process
-WRONG_ENDS = [  # of the command itself; file, right, wrong, what must notice
-    ("cluster/front.py", "            self.draining = asyncio.create_task(self._drain())",
-     "            self.should_exit = True", faults.check_drains),
-    ("serve.py", "serving.drain(args.drain_seconds)", "serving.drain(1e9)",
-     partial(faults.check_deadline, 15, drain="0.2", tokens=1500)),
-    ("cluster/front.py", "            self.hurrying = asyncio.create_task(self.hurry())", "            pass",
-     partial(faults.check_deadline, 15, 15, drain="600", tokens=1500)),
-    ("serve.py", "    return 0 if server.started else 1", "    return 1", faults.check_drains),
-    ("serve.py", "        os._exit(1)\n", "        return 1\n", faults.check_hung_process),
+WRONG_ENDS = [  # of the command itself; what must notice, and what is changed: file, right, wrong
+    (faults.check_drains, ("cluster/front.py", "            self.draining = asyncio.create_task(self._drain())",
+     "            self.should_exit = True")),
+    (partial(faults.check_deadline, 15, drain="0.2", tokens=1500),
+     ("serve.py", "serving.drain(args.drain_seconds)", "serving.drain(1e9)")),
+    (partial(faults.check_deadline, 15, 15, drain="600", tokens=1500),
+     ("cluster/front.py", "            self.hurrying = asyncio.create_task(self.hurry())", "            pass")),
+    (faults.check_drains, ("serve.py", "    return 0 if server.started else 1", "    return 1")),
+    (faults.check_hung_process, ("serve.py", "        os._exit(1)\n", "        return 1\n"), faults.HANGS),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file, right, wrong, check", WRONG_ENDS, ids=[w[2].strip()[:40] for w in WRONG_ENDS])
-def test_a_wrong_end_is_noticed(monkeypatch, copy, folder, file, right, wrong, check):  # noqa: F811
-    plant(copy, file, right, wrong)
+@pytest.mark.parametrize("wrong", WRONG_ENDS, ids=[wrong[1][1].strip()[:40] for wrong in WRONG_ENDS])
+def test_a_wrong_end_is_noticed(monkeypatch, package_copy, folder, wrong):
+    check, *changes = wrong
+    for change in changes:
+        plant(package_copy, *change)
     monkeypatch.setattr(fault_world, "SECONDS", 12)
     with pytest.raises((*KINDS, faults.Expired)):
-        check(folder, copy) if check is faults.check_hung_process else check(folder)
+        check(folder)

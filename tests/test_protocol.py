@@ -416,14 +416,10 @@ def test_an_error_has_the_apis_shape():
 # ---------------------------------------------------------------- these tests can fail
 WRONG = [
     (protocol, "        body.check()\n", "", test_what_cannot_be_had_is_refused),
-    (protocol, ' and self.tool_choice != "none"', "",
-     test_what_cannot_be_had_is_refused),
-    (protocol, "if self.suffix:", "if self.suffix is not None:",
-     test_what_cannot_be_had_is_refused),
-    (protocol, "not in (None, self.n or 1)", "not in (None, 1)",
-     test_what_cannot_be_had_is_refused),
-    (protocol, "not in (None, self.n or 1)", "!= (self.n or 1)",
-     test_what_cannot_be_had_is_refused),
+    (protocol, ' and self.tool_choice != "none"', "", test_what_cannot_be_had_is_refused),
+    (protocol, "if self.suffix:", "if self.suffix is not None:", test_what_cannot_be_had_is_refused),
+    (protocol, "not in (None, self.n or 1)", "not in (None, 1)", test_what_cannot_be_had_is_refused),
+    (protocol, "not in (None, self.n or 1)", "!= (self.n or 1)", test_what_cannot_be_had_is_refused),
     (protocol, "self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens",
      "self.max_tokens", test_the_newer_name_of_max_tokens_wins),
     (protocol, "self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens",

@@ -7,7 +7,6 @@ client has to be caught in one phase, the engine's steps wait at a Gate: no test
 import asyncio
 import json
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import fault_world
@@ -23,11 +21,10 @@ import pytest
 import serving_world
 from fault_world import CHAT, HELLO, Gate, Wire, at_rest, chat, get, post, request, streamed, until
 from serving_world import serve_in_thread, serve_process, tiny_engine, tiny_folder
+from wrong_versions import plant
 
-import minserve
 from minserve.server import Limits, replies
 
-PACKAGE = Path(minserve.__file__).parent
 LONG = HELLO | {"max_tokens": 500, "stream": True}
 Expired = subprocess.TimeoutExpired  # of a process that does not end
 ON = pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
@@ -592,14 +589,15 @@ def check_deadline(folder, *signals, drain="0.2", tokens=7000):
         stalled.close()
 
 
-def check_hung_process(folder, copy):
-    """Everybody is told, and SIGTERM ends even a command whose engine never comes back: with 1."""
-    plant(
-        copy,
-        "engine.py",
-        "= self.compute(batch)",
-        "= self.compute(batch) if len(self.log) < 5 else time.sleep(1e6)",
-    )
+HANGS = (
+    "engine.py",
+    "= self.compute(batch)",
+    "= self.compute(batch) if len(self.log) < 5 else time.sleep(1e6)",
+)
+
+
+def check_hung_process(folder):
+    """HANGS is planted: everybody is told, and SIGTERM ends even a command whose engine never comes back, with 1."""
     with serve_process(folder, "--step-seconds", "2") as server:
         with Wire(server.url).post(CHAT, LONG) as wire:
             *begun, last = wire.events()
@@ -610,24 +608,11 @@ def check_hung_process(folder, copy):
         assert "hangs" in "".join(server.errors)
 
 
-@pytest.fixture
-def copy(tmp_path, monkeypatch):
-    """The package once more, to be changed, where `python -m minserve` looks first."""
-    shutil.copytree(PACKAGE, tmp_path / "minserve", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "minserve"
-
-
-def plant(copy: Path, file: str, right: str, wrong: str) -> None:
-    source = (copy / file).read_text()
-    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {file}"
-    (copy / file).write_text(source.replace(right, wrong))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to be caught")
-def test_a_process_whose_engine_hangs_ends(folder, copy):
-    check_hung_process(folder, copy)
+def test_a_process_whose_engine_hangs_ends(folder, package_copy):
+    plant(package_copy, *HANGS)
+    check_hung_process(folder)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to be caught")

@@ -23,13 +23,15 @@ def log_axis(ax, which: str, low: float, high: float, unit: str = "", base: int 
 
 
 def ticks_between(low: float, high: float, base: int = 10) -> list[float]:
-    """At most eight round numbers within [low, high], the finest spacing that allows it."""
+    """At most eight round numbers within [low, high], in the finest of a few spacings; finer only for want of two."""
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     powers = [(k, float(base) ** k) for k in range(first, last + 1)]
     for steps in [(1, 2, 5), (1, 3), (1,)] if base == 10 else [(1,)]:
         ticks = [step * power for _, power in powers for step in steps if low <= step * power <= high]
         if len(ticks) <= 8:
-            return ticks
+            break
+    if len(ticks) < 2 and base == 10:
+        ticks = [step * power for _, power in powers for step in range(1, 10) if low <= step * power <= high]
     stride = math.ceil(len(ticks) / 8)
     return ticks[::stride]
 

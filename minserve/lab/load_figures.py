@@ -31,6 +31,7 @@ def draw(requests: Sequence[dict], where: str, path: Path | str) -> None:
         3, 1, figsize=(7.2, sum(heights) + 1.6), height_ratios=heights, layout="constrained"
     )
     bars(top, requests)
+    top.tick_params(axis="x", labelbottom=False)  # they are below
     flight(middle, requests)
     middle.set_xlim(top.get_xlim())
     spread(bottom, requests)
@@ -68,12 +69,11 @@ def bars(ax, requests: Sequence[dict]):
     for label, color, style, width in looks:
         ax.plot([], [], color=color, linestyle=style, linewidth=width, label=label)
     ax.plot([], [], color=FAILED, marker="x", linestyle="", markersize=5, label="failed")
-    legend_below(ax, points=6)
+    legend_below(ax, points=20)
     end = max(r["ended"] for r in requests)
     ax.set(xlim=(-0.01 * end, end * 1.02), ylim=(len(requests) - 0.3, -0.7))
     ax.yaxis.set_major_locator(plt.MaxNLocator(6, integer=True))
     ax.set_ylabel("request", fontsize=9)
-    ax.tick_params(axis="x", labelbottom=False)
     ax.grid(axis="x", color="#EEEEEE", zorder=0)
     return plain(ax)
 
