@@ -163,14 +163,20 @@ class FusedModel:
             one.few = few
 
     def crossover(self) -> int:
-        """The most rows for which native.linear beats oneDNN on this machine; 0 if it never does."""
+        """Up to how many rows native.linear beats oneDNN on this machine; 0 if it does not at one.
+
+        In turn, and no further than where it first loses: the two round differently, so a neighbour's work during this
+        measurement would make answers of this process differ from another's.
+        """
         some, best = self.dense[:32], 0
         for rows in FEW:
             inputs = [torch.ones(rows, one.weight.shape[1], dtype=one.weight.dtype) for one in some]
             kinds = Linear.by_native, Linear.by_onednn
-            ours, theirs = (min(clock(kind, some, inputs) for _ in range(4)) for kind in kinds)
-            if ours < theirs:
-                best = rows
+            rounds = [[clock(kind, some, inputs) for kind in kinds] for _ in range(4)]
+            ours, theirs = map(min, zip(*rounds))
+            if ours >= theirs:
+                break
+            best = rows
         return best
 
 

@@ -222,7 +222,7 @@ def test_the_bound_has_teeth(checkpoints, monkeypatch, without_tiles):
 
 
 @needs_native
-@pytest.mark.parametrize("faster, few", [((1, 2, 4), 4), ((), 0), ((1, 2, 4, 8, 16), 16)])
+@pytest.mark.parametrize("faster, few", [((1, 2, 4), 4), ((), 0), ((1, 2, 4, 8, 16), 16), ((1, 2, 8), 2)])
 def test_the_crossover_is_the_most_rows_at_which_the_first_matmul_wins(checkpoints, monkeypatch, faster, few):
     check_crossover(load(checkpoints("smollm2")), monkeypatch, faster, few)
 
@@ -230,10 +230,13 @@ def test_the_crossover_is_the_most_rows_at_which_the_first_matmul_wins(checkpoin
 def check_crossover(model, monkeypatch, faster, few, module=minserve.fused):
     clock = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    linears, calls = len(module.FusedModel(model, ROOM).dense[:32]), [0]
 
     def takes(seconds):
         def run(self, x):
-            clock[0] += seconds(len(x))
+            disturbed = calls[0] // linears % 8 >= 4  # half of the eight measurements at a number of rows
+            calls[0] += 1
+            clock[0] += seconds(len(x)) * (10 if disturbed else 1)
 
         return run
 
@@ -410,9 +413,13 @@ WRONG = [  # what is wrong, the right text, the wrong one, who notices
     ("fused once and for all", " or known.places != places(model):", ":", moves),
     ("more room is ignored", "if known.room < room:", "if False:", sharing),
     ("less room takes some away", "if known.room < room:", "if known.room != room:", sharing),
-    ("the first row at which it wins", "                best = rows\n", "                best = best or rows\n",
+    ("the first row at which it wins", "            best = rows\n", "            best = best or rows\n",
      crossing),
-    ("where it loses", "if ours < theirs:", "if ours > theirs:", crossing),
+    ("where it loses", "if ours >= theirs:", "if ours < theirs:", crossing),
+    ("one after the other", "[[clock(kind, some, inputs) for kind in kinds] for _ in range(4)]",
+     "zip(*[[clock(kind, some, inputs) for _ in range(4)] for kind in kinds])", crossing),
+    ("where it wins again", "                break\n", "                continue\n",
+     lambda get, module, monkeypatch, _: check_crossover(get("smollm2"), monkeypatch, (1, 2, 8), 2, module)),
 ]  # fmt: skip
 
 
